@@ -1,0 +1,19 @@
+"""FASER: an LLM server that manages speculative decoding per request and per phase, and never changes the output.
+
+Importing this package imports nothing else: a name is loaded when it is first touched, and torch only with `LLM`.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from faser.llm import LLM
+    from faser.types import FinishReason, RequestOutput, SamplingParams, Stats, TokenLogprobs
+
+__all__ = ["LLM", "FinishReason", "RequestOutput", "SamplingParams", "Stats", "TokenLogprobs"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'faser' has no attribute {name!r}")
+    return getattr(import_module("faser.llm" if name == "LLM" else "faser.types"), name)

@@ -1,0 +1,38 @@
+"""Every error a user can meet. Each message says what was given, what was expected and what to do.
+
+FaserError
+├── ConfigError          an option of LLM(), the command line or a policy string
+├── ModelError           a model that is missing, broken or does not fit its partner
+│   └── UnsupportedModel a model FASER knows and refuses, by the name of the feature
+├── InvalidRequest       a prompt or a sampling parameter
+│   └── RequestTooLong   more tokens than the model or the KV pool can ever hold
+└── EngineError          a request that could not be finished: its engine failed or was closed
+"""
+
+
+class FaserError(Exception):
+    """The root: catch it to catch every error FASER raises on purpose."""
+
+
+class ConfigError(FaserError, ValueError):
+    """An option has a value that cannot work."""
+
+
+class ModelError(FaserError):
+    """A model cannot be loaded or paired."""
+
+
+class UnsupportedModel(ModelError):
+    """A model uses a feature FASER does not implement."""
+
+
+class InvalidRequest(FaserError, ValueError):
+    """A request cannot be served as it stands; other requests are not affected."""
+
+
+class RequestTooLong(InvalidRequest):
+    """A request can never fit, however long it waits."""
+
+
+class EngineError(FaserError, RuntimeError):
+    """The engine failed or was closed while the request was open."""

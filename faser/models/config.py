@@ -1,0 +1,363 @@
+"""What a model is, read from its config.json: shapes, rotary embedding, end tokens.
+
+Knows the config layouts of the supported families, old (`rope_theta`, `rope_scaling`, `torch_dtype`) and new
+(`rope_parameters`, `dtype`), and refuses by name every feature FASER does not implement, before a weight is touched.
+Knows nothing of torch, weights or tokenizers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from faser.errors import ModelError, UnsupportedModel
+
+FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+DTYPES = ("float32", "bfloat16", "float16")
+
+_MIXTURES = ("Moe", "MoE", "Mixtral")
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+_MISTRAL_WINDOW = 4096  # what a Mistral config means when it does not mention sliding_window
+_REQUIRED: Any = object()
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotary embedding. Fields a kind does not use keep their defaults."""
+
+    theta: float = 10_000.0
+    kind: str = "default"  # one of ROPE_KINDS
+    factor: float = 1.0  # how many times longer the context is than in pre-training
+    original_max_positions: int = 0  # llama3, yarn: positions seen in pre-training
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn: rotations above which a frequency is left alone
+    beta_slow: float = 1.0  # yarn: rotations below which a frequency is fully interpolated
+    truncate: bool = True  # yarn: round the bounds of the ramp to whole dimensions
+    attention_factor: float = 1.0  # yarn: multiplies both tables, so every attention score by its square
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One decoder-only transformer: everything needed to build it, and nothing about where its weights are."""
+
+    family: str  # a value of FAMILIES
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    max_positions: int
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    rope: Rope = field(default_factory=Rope)
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    dtype: str = "float32"  # of the checkpoint, not of the loaded model
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> ModelConfig:
+        """Read config.json and, where there is one, generation_config.json."""
+        path = Path(folder) / "config.json"
+        if not path.is_file():
+            raise ModelError(f"{folder}: no config.json there; expected a Hugging Face model folder")
+        generation_path = Path(folder) / "generation_config.json"
+        generation = read_object(generation_path) if generation_path.is_file() else None
+        return cls.from_dict(read_object(path), generation, where=str(path))
+
+    @classmethod
+    def from_dict(
+        cls, data: Mapping[str, Any], generation: Mapping[str, Any] | None = None, where: str = "config.json"
+    ) -> ModelConfig:
+        """Build from the contents of config.json; `generation` is generation_config.json and wins for end tokens."""
+        fields = _Fields(data, where)
+        family = _family(fields)
+        _refuse_unsupported(fields, family)
+        num_heads = fields.integer("num_attention_heads")
+        kv_heads_default = num_heads if family == "llama" else _REQUIRED
+        attention_bias = family in ("llama", "qwen3") and fields.flag("attention_bias")
+        config = cls(
+            family=family,
+            vocab_size=fields.integer("vocab_size"),
+            hidden_size=fields.integer("hidden_size"),
+            num_layers=fields.integer("num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=fields.integer("num_key_value_heads", kv_heads_default, null=num_heads),
+            head_dim=_head_dim(fields, family, num_heads),
+            intermediate_size=fields.integer("intermediate_size"),
+            norm_eps=fields.number("rms_norm_eps", 1e-6),
+            max_positions=fields.integer("max_position_embeddings"),
+            tie_embeddings=fields.flag("tie_word_embeddings"),
+            qkv_bias=attention_bias or family == "qwen2",
+            out_bias=attention_bias,
+            qk_norm=family == "qwen3",
+            rope=_rope(fields),
+            eos_token_ids=_eos_token_ids(fields, generation),
+            bos_token_id=_optional_id(fields, "bos_token_id"),
+            dtype=_dtype(fields),
+        )
+        _refuse_shapes(config, where)
+        return config
+
+
+class _Fields:
+    """A JSON object with typed reads, whose complaints name the file and the key."""
+
+    def __init__(self, data: Mapping[str, Any], where: str) -> None:
+        self.data = data
+        self.where = where
+
+    def get(self, key: str) -> Any:
+        return self.data.get(key)
+
+    def integer(self, key: str, default: Any = _REQUIRED, null: Any = _REQUIRED) -> int:
+        """A positive integer; `default` where the key is missing, `null` where its value is null."""
+        value = self._value(key, default, null)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.wrong(key, value, "a positive integer")
+        return value
+
+    def number(self, key: str, default: Any = _REQUIRED, null: Any = _REQUIRED) -> float:
+        """A positive number; `default` and `null` as above."""
+        value = self._value(key, default, null)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise self.wrong(key, value, "a positive number")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self._value(key, default, default)
+        if not isinstance(value, bool):
+            raise self.wrong(key, value, "true or false")
+        return value
+
+    def wrong(self, key: str, value: object, expected: str) -> ModelError:
+        return ModelError(f"{self.where}: {key}={value!r}: expected {expected}; fix the file or fetch the model again")
+
+    def refuse(self, feature: str) -> UnsupportedModel:
+        return UnsupportedModel(f"{self.where}: {feature} is not supported; choose a model without it")
+
+    def _value(self, key: str, default: Any, null: Any) -> Any:
+        value = self.data.get(key, default)
+        if value is None and null is not _REQUIRED:
+            return null
+        if value is _REQUIRED:
+            raise ModelError(f"{self.where}: the key {key!r} is missing; expected it in every such model's config")
+        return value
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or a ModelError that names the file."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON ({error}); fetch the model again") from error
+    if not isinstance(data, dict):
+        raise ModelError(f"{path}: expected a JSON object, got {type(data).__name__}; fetch the model again")
+    return data
+
+
+def _family(fields: _Fields) -> str:
+    architecture = _architecture(fields)
+    if any(word in architecture for word in _MIXTURES) or any(fields.get(key) for key in _EXPERT_KEYS):
+        raise fields.refuse(f"mixture of experts (MoE, {architecture})")
+    if architecture not in FAMILIES:
+        raise UnsupportedModel(
+            f"{fields.where}: the architecture {architecture} is not supported; expected one of {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[architecture]
+
+
+def _architecture(fields: _Fields) -> str:
+    names = fields.get("architectures")
+    if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str):
+        return names[0]
+    if names is not None:
+        raise fields.wrong("architectures", names, f"a list of one of {', '.join(FAMILIES)}")
+    model_type = fields.get("model_type")  # a config saved without its model names only the type
+    if model_type is None:
+        raise ModelError(f"{fields.where}: the key 'architectures' is missing; expected a list of one name")
+    return next((name for name, family in FAMILIES.items() if family == model_type), str(model_type))
+
+
+def _refuse_unsupported(fields: _Fields, family: str) -> None:
+    if fields.get("quantization_config") is not None:
+        raise fields.refuse("quantization_config (quantized weights)")
+    _refuse_sliding_window(fields, family)
+    activation = fields.data.get("hidden_act", "silu")
+    if activation != "silu":
+        raise fields.refuse(f"hidden_act={activation!r} (an activation other than 'silu')")
+    if fields.flag("mlp_bias"):
+        raise fields.refuse("mlp_bias (biases in the MLP)")
+
+
+def _refuse_sliding_window(fields: _Fields, family: str) -> None:
+    """Refuse attention that would really be windowed: a window no shorter than the context is full attention."""
+    layer_types = fields.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise fields.wrong("layer_types", layer_types, "a list")
+    others = sorted({str(each) for each in layer_types} - {"full_attention"})
+    if others:
+        raise fields.refuse(f"layer_types with {', '.join(others)}")
+    if family in ("qwen2", "qwen3") and fields.flag("use_sliding_window"):
+        raise fields.refuse("use_sliding_window (a sliding window)")
+    if family != "mistral":
+        return
+    max_positions = fields.integer("max_position_embeddings")
+    window = fields.integer("sliding_window", _MISTRAL_WINDOW, null=max_positions)
+    if window < max_positions:
+        raise fields.refuse(f"sliding_window={window} (a sliding window shorter than the context)")
+
+
+def _refuse_shapes(config: ModelConfig, where: str) -> None:
+    if config.num_heads % config.num_kv_heads:
+        raise UnsupportedModel(
+            f"{where}: num_attention_heads={config.num_heads} with num_key_value_heads={config.num_kv_heads} is not "
+            "supported; expected the first to be a multiple of the second"
+        )
+    if config.head_dim % 2:
+        raise UnsupportedModel(f"{where}: head_dim={config.head_dim} is not supported; expected an even number")
+
+
+def _head_dim(fields: _Fields, family: str, num_heads: int) -> int:
+    if family == "qwen3":  # there it has no relation to hidden_size, so nothing can be inferred
+        return fields.integer("head_dim")
+    hidden_size = fields.integer("hidden_size")
+    if fields.get("head_dim") is None and hidden_size % num_heads:
+        raise UnsupportedModel(
+            f"{fields.where}: hidden_size={hidden_size} with num_attention_heads={num_heads} and no head_dim is not "
+            "supported; expected a multiple"
+        )
+    inferred = hidden_size // num_heads
+    return fields.integer("head_dim", inferred, null=inferred)
+
+
+def _rope(fields: _Fields) -> Rope:
+    scaling = _rope_fields(fields)
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in ROPE_KINDS:
+        raise UnsupportedModel(
+            f"{fields.where}: the rope type {kind!r} is not supported; expected one of {', '.join(ROPE_KINDS)}"
+        )
+    _refuse_partial_rotation(fields, scaling)
+    outer_theta = fields.number("rope_theta", 10_000.0, null=10_000.0)
+    theta = scaling.number("rope_theta", outer_theta, null=outer_theta)
+    if kind == "linear":
+        return Rope(theta, kind, scaling.number("factor"))
+    if kind == "llama3":
+        return _llama3_rope(fields, scaling, theta)
+    if kind == "yarn":
+        return _yarn_rope(fields, scaling, theta)
+    return Rope(theta)
+
+
+def _rope_fields(fields: _Fields) -> _Fields:
+    """The rope object under whichever name it has; the old name wins where both stand, as in transformers."""
+    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    value = fields.get(name) or {}
+    if not isinstance(value, dict):
+        raise fields.wrong(name, value, "an object")
+    nested = [key for key, inner in value.items() if isinstance(inner, dict)]
+    if nested:
+        raise fields.refuse(f"{name} per layer type ({', '.join(nested)})")
+    return _Fields(value, f"{fields.where}: {name}")
+
+
+def _refuse_partial_rotation(*places: _Fields) -> None:
+    for fields in places:
+        share = fields.get("partial_rotary_factor")
+        if share is not None and share != 1:
+            raise fields.refuse(f"partial_rotary_factor={share!r} (a partly rotated head)")
+
+
+def _original_max_positions(fields: _Fields, scaling: _Fields) -> int:
+    inner = scaling.integer("original_max_position_embeddings", fields.integer("max_position_embeddings"))
+    return fields.integer("original_max_position_embeddings", inner, null=inner)
+
+
+def _llama3_rope(fields: _Fields, scaling: _Fields, theta: float) -> Rope:
+    low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+    if high <= low:
+        raise scaling.wrong("high_freq_factor", high, f"more than low_freq_factor ({low})")
+    return Rope(
+        theta,
+        "llama3",
+        scaling.number("factor"),
+        _original_max_positions(fields, scaling),
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def _yarn_rope(fields: _Fields, scaling: _Fields, theta: float) -> Rope:
+    original = _original_max_positions(fields, scaling)
+    factor = scaling.number("factor", null=fields.integer("max_position_embeddings") / original)
+    return Rope(
+        theta,
+        "yarn",
+        factor,
+        original,
+        beta_fast=scaling.number("beta_fast", 32.0, null=32.0),
+        beta_slow=scaling.number("beta_slow", 1.0, null=1.0),
+        truncate=scaling.flag("truncate", True),
+        attention_factor=_yarn_attention_factor(scaling, factor),
+    )
+
+
+def _yarn_attention_factor(scaling: _Fields, factor: float) -> float:
+    """The paper's 0.1 ln(factor) + 1, unless the config gives it or the two scales whose ratio it is."""
+
+    def scale(multiplier: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
+
+    if scaling.get("attention_factor") is not None:
+        return scaling.number("attention_factor")
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return scale(scaling.number("mscale")) / scale(scaling.number("mscale_all_dim"))
+    return scale(1.0)
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _eos_token_ids(fields: _Fields, generation: Mapping[str, Any] | None) -> tuple[int, ...]:
+    value = (generation or {}).get("eos_token_id")
+    if value is None:
+        value = fields.get("eos_token_id")
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
+    if not all(_is_id(each) for each in ids):
+        raise fields.wrong("eos_token_id", value, "a token id or a list of them")
+    return tuple(ids)
+
+
+def _optional_id(fields: _Fields, key: str) -> int | None:
+    value = fields.get(key)
+    if value is not None and not _is_id(value):
+        raise fields.wrong(key, value, "a token id or null")
+    return value
+
+
+def _dtype(fields: _Fields) -> str:
+    value = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
+    if value not in DTYPES:
+        raise UnsupportedModel(
+            f"{fields.where}: the dtype {value!r} is not supported; expected one of {', '.join(DTYPES)}"
+        )
+    return value

@@ -1,0 +1,362 @@
+"""From a name to a model in memory: find the folder, check it, read the safetensors into the fused weights.
+
+Knows the names tensors have in a Hugging Face checkpoint and the folder's layout. Knows nothing of how a model runs.
+Everything about a folder is checked before the first weight is read, and every complaint names the file or tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from faser.errors import ConfigError, ModelError, UnsupportedModel
+from faser.models.config import DTYPES, ModelConfig, read_object
+from faser.models.transformer import Layer, Transformer
+
+Progress = Callable[[int, int], None]  # (bytes read, bytes in all)
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+TOKENIZER_FILE = "tokenizer.json"
+
+# Pages of a mapped file count as memory of the process, so a file is mapped anew after this many bytes.
+_MAPPED_BYTES = 16 << 20
+_ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FILES = ["*.json", "model*.safetensors", "tokenizer*", "*.jinja"]
+_NAMES_SHOWN = 4
+
+
+# ---- which model ----
+
+
+def resolve(name_or_path: str | Path) -> Path:
+    """The folder of a model given as a folder or as a hub name, fetched into the hub's cache if need be."""
+    name = str(name_or_path)
+    folder = Path(name).expanduser()
+    if name and folder.is_dir():
+        return folder
+    if folder.is_file():
+        raise ModelError(f"{name} is a file; expected a model folder: give the folder that holds config.json")
+    if not _HUB_NAME.fullmatch(name) or name.startswith("."):
+        raise ModelError(f"{name!r}: no such folder; expected an existing model folder or a hub name such as org/name")
+    return _fetch(name)
+
+
+def _fetch(name: str) -> Path:
+    import huggingface_hub  # slow to import, and not needed for a folder
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
+    except Exception as error:  # the hub raises its own, the HTTP library's and the operating system's errors
+        raise ModelError(f"{name}: {_hub_remedy(error)} ({_first_line(error)})") from None
+
+
+def _hub_remedy(error: Exception) -> str:
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return "the model is gated; accept its terms on huggingface.co, then log in with `hf auth login`"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "no such folder here and no such model on the hub; check the spelling, or `hf auth login` if private"
+    return "no such folder here, and the hub cannot provide it; check the network, or give a downloaded folder"
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def resolve_dtype(name: str, config: ModelConfig, device_type: str) -> torch.dtype:
+    """The dtype to load in. auto is float32 on a CPU, which computes fastest there, and the checkpoint's elsewhere."""
+    if name == "auto":
+        name = "float32" if device_type == "cpu" else config.dtype
+    if name not in DTYPES:
+        raise ConfigError(f"dtype={name!r}: expected auto, {', '.join(DTYPES)}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+# ---- loading ----
+
+
+def load(
+    folder: str | Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+    max_positions: int | None = None,
+) -> Transformer:
+    """Read the weights of `folder` tensor by tensor into their final places; peak memory is about the model's own."""
+    catalogue = _catalogue(Path(folder))
+    model = Transformer.empty(config, dtype, device, max_positions)
+    slots = _slots(model)
+    _check_catalogue(Path(folder), catalogue, slots, config)
+    _fill(slots, catalogue, progress)
+    return model
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor as the checkpoint holds it."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors spells it: F32, BF16, ...
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one index of the first dimension."""
+        return _ELEMENT_BYTES[self.dtype] * torch.Size(self.shape[1:]).numel()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.row_bytes * self.shape[0]
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a tensor of the checkpoint goes. A norm shared by all heads spreads over more rows than it has."""
+
+    shape: tuple[int, ...]  # in the checkpoint
+    destination: Tensor
+
+
+def _slots(model: Transformer) -> dict[str, _Slot]:
+    """Every tensor the checkpoint must hold, by name."""
+    slots = {
+        "model.embed_tokens.weight": _whole(model.embedding),
+        "model.norm.weight": _whole(model.final_norm),
+    }
+    if not model.config.tie_embeddings:
+        slots["lm_head.weight"] = _whole(model.head)
+    for index, layer in enumerate(model.layers):
+        for name, slot in _layer_slots(layer, model.config).items():
+            slots[f"model.layers.{index}.{name}"] = slot
+    return slots
+
+
+def _layer_slots(layer: Layer, config: ModelConfig) -> dict[str, _Slot]:
+    slots = {
+        "input_layernorm.weight": _whole(layer.attention_norm),
+        "post_attention_layernorm.weight": _whole(layer.mlp_norm),
+        "self_attn.o_proj.weight": _whole(layer.out),
+        "mlp.down_proj.weight": _whole(layer.down),
+    }
+    gate, up = torch.split(layer.gate_up, config.intermediate_size)
+    slots |= {"mlp.gate_proj.weight": _whole(gate), "mlp.up_proj.weight": _whole(up)}
+    slots |= _qkv_slots(layer.qkv, "weight", config)
+    if layer.qkv_bias is not None:
+        slots |= _qkv_slots(layer.qkv_bias, "bias", config)
+    if layer.out_bias is not None:
+        slots["self_attn.o_proj.bias"] = _whole(layer.out_bias)
+    if layer.qk_norm is not None:
+        query_norm, key_norm = torch.split(layer.qk_norm, [config.num_heads, config.num_kv_heads])
+        slots["self_attn.q_norm.weight"] = _Slot((config.head_dim,), query_norm)
+        slots["self_attn.k_norm.weight"] = _Slot((config.head_dim,), key_norm)
+    return slots
+
+
+def _qkv_slots(fused: Tensor, kind: str, config: ModelConfig) -> dict[str, _Slot]:
+    query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    parts = torch.split(fused, [query_size, key_size, key_size])
+    return {f"self_attn.{letter}_proj.{kind}": _whole(part) for letter, part in zip("qkv", parts, strict=True)}
+
+
+def _whole(destination: Tensor) -> _Slot:
+    return _Slot(tuple(destination.shape), destination)
+
+
+def _fill(slots: Mapping[str, _Slot], catalogue: Mapping[str, _Entry], progress: Progress | None) -> None:
+    done, total = 0, sum(catalogue[name].num_bytes for name in slots)
+    for path in sorted({entry.path for entry in catalogue.values()}):
+        file = _MappedFile(path)
+        for name in (name for name, entry in catalogue.items() if entry.path == path and name in slots):
+            for num_bytes in _copy(file, name, catalogue[name], slots[name].destination):
+                done += num_bytes
+                if progress is not None:
+                    progress(done, total)
+
+
+def _copy(file: _MappedFile, name: str, entry: _Entry, destination: Tensor) -> Iterable[int]:
+    """Copy one tensor in pieces small enough to map, yielding the bytes of each."""
+    if len(entry.shape) == 1:
+        destination.copy_(file.rows(name, 0, entry.shape[0], entry.num_bytes))
+        yield entry.num_bytes
+        return
+    rows_per_piece = max(1, _MAPPED_BYTES // entry.row_bytes)
+    for start in range(0, entry.shape[0], rows_per_piece):
+        stop = min(start + rows_per_piece, entry.shape[0])
+        num_bytes = (stop - start) * entry.row_bytes
+        destination[start:stop].copy_(file.rows(name, start, stop, num_bytes))
+        yield num_bytes
+
+
+class _MappedFile:
+    """A safetensors file that never has more than about _MAPPED_BYTES of itself in memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: Any = None
+        self._mapped = 0
+
+    def rows(self, name: str, start: int, stop: int, num_bytes: int) -> Tensor:
+        """Rows start to stop - 1, valid until the next call."""
+        if self._file is None or self._mapped + num_bytes > _MAPPED_BYTES:
+            self._file, self._mapped = _open(self._path), 0
+        self._mapped += num_bytes
+        try:
+            return self._file.get_slice(name)[start:stop]
+        except SafetensorError as error:
+            raise _broken(self._path, error) from error
+
+
+# ---- what the folder holds ----
+
+
+def _catalogue(folder: Path) -> dict[str, _Entry]:
+    """Every tensor of the checkpoint by name, from the headers alone."""
+    catalogue: dict[str, _Entry] = {}
+    for path in _files(folder):
+        file = _open(path)
+        for name in file.keys():  # noqa: SIM118  (safe_open is not a mapping)
+            header = file.get_slice(name)
+            catalogue[name] = _Entry(path, tuple(header.get_shape()), str(header.get_dtype()))
+    return catalogue
+
+
+def _files(folder: Path) -> list[Path]:
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    if (folder / INDEX_FILE).is_file():
+        return _shards(folder)
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")) or any(folder.glob("*.pt")):
+        raise ModelError(
+            f"{folder}: the weights are pickled (.bin, .pt or .pth), which can run code; expected safetensors: "
+            "convert with `AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)` of transformers"
+        )
+    raise ModelError(f"{folder}: no weights there; expected {SINGLE_FILE} or {INDEX_FILE}: fetch the model again")
+
+
+def _shards(folder: Path) -> list[Path]:
+    index = folder / INDEX_FILE
+    names = read_object(index).get("weight_map")
+    if not isinstance(names, dict) or not all(
+        isinstance(name, str) and Path(name).name == name for name in names.values()
+    ):
+        raise ModelError(f"{index}: expected a weight_map from tensor to file name; fetch the model again")
+    paths = [folder / name for name in sorted(set(names.values()))]
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        raise ModelError(f"{folder}: {_list(missing)} missing, named in {INDEX_FILE}; fetch the model again")
+    return paths
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise _broken(path, error) from error
+
+
+def _broken(path: Path, error: Exception) -> ModelError:
+    return ModelError(f"{path}: not a whole safetensors file ({_first_line(error)}); fetch it again")
+
+
+def _check_catalogue(
+    folder: Path, catalogue: Mapping[str, _Entry], slots: Mapping[str, _Slot], config: ModelConfig
+) -> None:
+    missing = slots.keys() - catalogue.keys()
+    if missing:
+        raise ModelError(f"{folder}: the checkpoint lacks {_list(missing)}; its config.json asks for them")
+    unexpected = {name for name in catalogue.keys() - slots.keys() if not _harmless(name, config)}
+    if unexpected:
+        raise ModelError(f"{folder}: the checkpoint has {_list(unexpected)}, which its config.json does not call for")
+    for name, slot in slots.items():
+        _check_tensor(name, catalogue[name], slot)
+
+
+def _harmless(name: str, config: ModelConfig) -> bool:
+    """Tensors that older tools stored and nothing needs: frequencies, and the copy of a tied head."""
+    return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
+
+
+def _check_tensor(name: str, entry: _Entry, slot: _Slot) -> None:
+    if entry.dtype not in _ELEMENT_BYTES:
+        raise UnsupportedModel(
+            f"{entry.path}: {name} has the dtype {entry.dtype}; expected one of {', '.join(_ELEMENT_BYTES)}"
+        )
+    if entry.shape != slot.shape:
+        raise ModelError(
+            f"{entry.path}: {name} has the shape {list(entry.shape)}; expected {list(slot.shape)} from config.json"
+        )
+
+
+def _list(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = len(ordered) - _NAMES_SHOWN
+    return ", ".join(ordered[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+# ---- whether two models can be paired ----
+
+
+def check_pair(
+    target_folder: str | Path, draft_folder: str | Path, target_config: ModelConfig, draft_config: ModelConfig
+) -> None:
+    """Raise ModelError unless a token id means the same text to both models. Reads no weight.
+
+    Vocabularies padded to different sizes are fine where the tokenizers agree.
+    """
+    target, draft = Path(target_folder) / TOKENIZER_FILE, Path(draft_folder) / TOKENIZER_FILE
+    if target.is_file() != draft.is_file():
+        absent, present = (draft, target) if target.is_file() else (target, draft)
+        raise ModelError(
+            f"{absent}: missing, so the pair cannot be checked; if {present} is the same tokenizer, copy it there"
+        )
+    if target.is_file():
+        _compare_tokenizers(target, draft)
+    elif target_config.vocab_size != draft_config.vocab_size:
+        raise ModelError(
+            f"the draft in {draft_folder} has {draft_config.vocab_size} tokens and the target in {target_folder} has "
+            f"{target_config.vocab_size}; expected the same tokenizer: choose a draft of the target's family"
+        )
+
+
+def _compare_tokenizers(target: Path, draft: Path) -> None:
+    ours, theirs = read_object(target), read_object(draft)
+    our_ids, their_ids = _token_ids(ours, target), _token_ids(theirs, draft)
+    if our_ids != their_ids:
+        differing = [token for token in our_ids.keys() | their_ids.keys() if our_ids.get(token) != their_ids.get(token)]
+        raise ModelError(
+            f"the tokenizers of {draft} and {target} differ in the ids of {len(differing)} tokens "
+            f"({_list(map(repr, differing))}); choose a draft of the target's family"
+        )
+    if _merges(ours) != _merges(theirs):
+        raise ModelError(
+            f"the tokenizers of {draft} and {target} differ in their merges; choose a draft of the target's family"
+        )
+
+
+def _token_ids(tokenizer: Mapping[str, Any], path: Path) -> dict[str, int]:
+    """Token to id, added tokens included: some tools list those in the vocabulary as well, some do not."""
+    try:
+        vocab = tokenizer["model"]["vocab"]
+        if isinstance(vocab, list):  # unigram models: [[token, score], ...] in order of id
+            vocab = {token: index for index, (token, _) in enumerate(vocab)}
+        return {**vocab, **{added["content"]: added["id"] for added in tokenizer.get("added_tokens") or []}}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"{path}: not a tokenizer.json ({_first_line(error)}); fetch the model again") from error
+
+
+def _merges(tokenizer: Mapping[str, Any]) -> list[str]:
+    """Merges as "left right", whichever of the two spellings the file uses."""
+    return [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"].get("merges") or []]

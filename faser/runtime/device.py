@@ -1,0 +1,53 @@
+"""What a device must offer the runtime. One implementation today: faser/runtime/cpu.py."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from faser.errors import ConfigError
+from faser.models.config import ModelConfig
+from faser.models.transformer import Transformer
+from faser.runtime.batch import Rows
+from faser.runtime.kv_cache import KVCache
+from faser.types import IntArray
+
+
+class Attention(Protocol):
+    """Attention over the rows of one forward, ready to be called for each layer. Two may be in use at once."""
+
+    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Rotate queries and keys, write keys and values to their pages, attend.
+
+        qkv [rows, num_heads + 2 * num_kv_heads, head_dim] → [rows, num_heads * head_dim]
+        """
+        ...
+
+
+class Device(Protocol):
+    """Memory and attention of one kind of hardware."""
+
+    @property
+    def name(self) -> str: ...
+
+    def default_kv_memory(self) -> int:
+        """Bytes to give to KV pages where the user did not say."""
+        ...
+
+    def kv_cache(self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype) -> KVCache: ...
+
+    def attention(self, model: Transformer, cache: KVCache, table: IntArray, rows: Rows) -> Attention:
+        """`table` [slots, columns] holds the page of each request's each page_size tokens."""
+        ...
+
+
+def make_device(name: str) -> tuple[Device, str]:
+    """The device by name, and the reason it was chosen."""
+    from faser.runtime.cpu import CpuDevice
+
+    if name == "cpu":
+        return CpuDevice(), "asked for"
+    if name == "auto":
+        return CpuDevice(), "the only device of this version"
+    raise ConfigError(f"device {name!r}: expected auto or cpu; this version has no CUDA runtime yet")

@@ -1,0 +1,88 @@
+"""Where drafts come from. A drafter writes its tokens into the history behind each request's context.
+
+A wrong draft costs time and never a token: the verifier emits what the target says.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from faser.ngram import lookup
+from faser.runtime.batch import Rows
+from faser.runtime.runner import ModelRunner
+from faser.runtime.sampling import Sampler
+from faser.types import IntArray, StepPlan
+
+
+class Drafter(Protocol):
+    def draft(self, plan: StepPlan) -> IntArray:
+        """Write up to plan.lengths tokens per request to history[slot, num_tokens:]; returns how many, [B]."""
+        ...
+
+    def take_seconds(self) -> float:
+        """Time spent in the draft's forwards since the last call."""
+        ...
+
+
+class ModelDrafter:
+    """A small model that samples with the target's noise, so that it agrees as often as it can.
+
+    Drafting is ragged: a request leaves the batch at its own length. The first forward also computes the context the draft
+    lags behind by, for requests that will not draft yet as well.
+    """
+
+    def __init__(self, runner: ModelRunner, sampler: Sampler, history: torch.Tensor, target_vocab_size: int) -> None:
+        self._runner = runner
+        self._sampler = sampler
+        self._history: IntArray = history.numpy()
+        self._vocab_size = target_vocab_size
+
+    def draft(self, plan: StepPlan) -> IntArray:
+        self._runner.apply(plan.draft_pages)
+        runs = plan.draft_rows > 0
+        if not runs.any():
+            return np.zeros_like(plan.lengths)
+        rows = Rows.of(plan.slots[runs], plan.draft_start[runs], plan.draft_rows[runs])
+        lengths, slots, positions = plan.lengths[runs], rows.slots, plan.num_tokens[runs]
+        drafts = lengths > 0
+        self._extend(rows, rows.last[drafts], slots[drafts], positions[drafts])
+        for done in range(1, int(lengths.max())):
+            active = lengths > done
+            rows = Rows.of(slots[active], positions[active] + done - 1, np.ones(int(active.sum()), dtype=np.int64))
+            self._extend(rows, rows.last, rows.slots, rows.positions + 1)
+        return plan.lengths
+
+    def _extend(self, rows: Rows, wanted: IntArray, slots: IntArray, positions: IntArray) -> None:
+        """Compute rows; draft the token at `positions` from the wanted ones."""
+        # A target's vocabulary may be padded beyond the draft's; such a token has no text, so any stand-in will do.
+        token_ids = np.minimum(self._history[rows.owners, rows.positions], self._runner.model.config.vocab_size - 1)
+        logits = self._runner.forward(rows, torch.from_numpy(token_ids), wanted)
+        if wanted.size:
+            logits = logits[:, : self._vocab_size]
+            self._history[slots, positions] = self._sampler.sample(logits, slots, positions)
+
+    def take_seconds(self) -> float:
+        seconds, self._runner.seconds = self._runner.seconds, 0.0
+        return seconds
+
+
+class NgramDrafter:
+    """Prompt lookup: what followed the last time these tokens were seen. Needs no model, and may find nothing."""
+
+    def __init__(self, history: torch.Tensor) -> None:
+        self._history: IntArray = history.numpy()
+
+    def draft(self, plan: StepPlan) -> IntArray:
+        num_drafted = np.zeros_like(plan.lengths)
+        for i in np.flatnonzero(plan.lengths).tolist():
+            slot, num_tokens = int(plan.slots[i]), int(plan.num_tokens[i])
+            found = lookup(self._history[slot, :num_tokens], int(plan.lengths[i]))
+            self._history[slot, num_tokens : num_tokens + found.size] = found
+            num_drafted[i] = found.size
+        return num_drafted
+
+    def take_seconds(self) -> float:
+        return 0.0

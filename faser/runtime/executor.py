@@ -1,0 +1,51 @@
+"""The real side of the seam: a plan becomes forwards of the two models.
+
+Keeps each running request's tokens (the history) by slot, told by admissions and extended by its own results; drafts
+are written behind the context and overwritten by what the target says.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from faser.runtime.drafter import Drafter
+from faser.runtime.sampling import Sampler
+from faser.runtime.verifier import Verifier
+from faser.types import StepPlan, StepResult, StepSeconds
+
+
+class TorchExecutor:
+    def __init__(self, verifier: Verifier, drafter: Drafter | None, sampler: Sampler, history: torch.Tensor) -> None:
+        self._verifier = verifier
+        self._drafter = drafter
+        self._sampler = sampler
+        self._history = history.numpy()
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        self._update_slots(plan)
+        num_drafted = plan.lengths
+        if self._drafter is not None:
+            num_drafted = self._drafter.draft(plan)
+        verdict = self._verifier.verify(plan, num_drafted)
+        return StepResult(
+            num_drafted=num_drafted,
+            num_verified=num_drafted,
+            num_accepted=verdict.num_accepted,
+            token_ids=verdict.token_ids,
+            logprobs=verdict.logprobs,
+            seconds=StepSeconds(
+                draft=self._drafter.take_seconds() if self._drafter is not None else 0.0,
+                verify=self._verifier.take_seconds(),
+            ),
+        )
+
+    def _update_slots(self, plan: StepPlan) -> None:
+        for slot in plan.released:
+            self._sampler.release(slot)
+        for new in plan.admitted:
+            self._history[new.slot, : new.token_ids.size] = new.token_ids
+            self._sampler.admit(new.slot, new.params, new.seed, new.num_prompt, sorted(new.stop_ids))
+
+    def close(self) -> None:
+        """Nothing outlives the tensors."""

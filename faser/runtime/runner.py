@@ -1,0 +1,39 @@
+"""One model with its KV cache and page table: rows in, logits out. Target and draft each have one."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import numpy as np
+import torch
+
+from faser.models.transformer import Transformer
+from faser.runtime.batch import Rows
+from faser.runtime.device import Device
+from faser.runtime.kv_cache import KVCache
+from faser.types import IntArray, PageWrites
+
+
+class ModelRunner:
+    """`seconds` is the time spent in forwards since it was last set to 0."""
+
+    def __init__(self, model: Transformer, cache: KVCache, device: Device, max_slots: int, max_tokens: int) -> None:
+        self.model = model
+        self.seconds = 0.0
+        self._cache = cache
+        self._device = device
+        self._table: IntArray = np.zeros((max_slots, -(-max_tokens // cache.page_size)), dtype=np.int64)
+
+    def apply(self, writes: PageWrites) -> None:
+        self._table[writes.slots, writes.columns] = writes.pages
+
+    def forward(self, rows: Rows, token_ids: torch.Tensor, wanted: IntArray) -> torch.Tensor:
+        """Compute all rows; logits [len(wanted), vocabulary] of the wanted ones, by row index."""
+        started = perf_counter()
+        attend = self._device.attention(self.model, self._cache, self._table, rows)
+        hidden = self.model.run_layers(self.model.embed(token_ids), attend)
+        if wanted.size < rows.num_rows:
+            hidden = hidden[torch.from_numpy(wanted)]
+        logits = self.model.logits(hidden)
+        self.seconds += perf_counter() - started
+        return logits

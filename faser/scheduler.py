@@ -1,0 +1,574 @@
+"""Who runs each step, on which pages, drafting how much: `plan` before the step, `commit` after it.
+
+Knows requests, their tokens and both page pools; asks the policy for lengths. Knows nothing of tensors or time. There
+are no phases: a request has tokens the target has not computed, and prefill, decode and verification differ only in how
+many.
+
+Per-request state lives in arrays indexed by slot, because a step over 256 requests must be planned and committed in
+under a millisecond. For a running request, with n = num_tokens:
+
+    0 ────────── num_computed ── n ───── n + length        target: rows num_computed … n - 1, then the drafted tokens
+    0 ─── draft_computed ─────── n ───── n + length        draft: rows draft_computed … n - 1 (the lag), then drafting
+
+num_computed is at most n - 1: the last token's row is computed in the step that samples its successor.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from faser.errors import EngineError, InvalidRequest, RequestTooLong
+from faser.pages import PagePool, page_hash
+from faser.policy import MAX_LENGTH, BatchView, Policy
+from faser.types import (
+    Admission,
+    Finish,
+    FinishReason,
+    IntArray,
+    PageWrites,
+    Progress,
+    Request,
+    Stats,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+
+if TYPE_CHECKING:
+    from faser.text import StopChecker
+
+NO_WRITES = PageWrites(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The sizes a scheduler and its executor agree on."""
+
+    max_running: int  # slots
+    max_batch_tokens: int  # rows of one step
+    max_model_len: int  # tokens of one request, prompt and output
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_running <= self.max_batch_tokens:
+            raise EngineError(f"max_running={self.max_running} must be from 1 to max_batch_tokens={self.max_batch_tokens}")
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A request the scheduler answers for, waiting or running."""
+
+    request: Request
+    checker: StopChecker | None
+    token_ids: IntArray  # up to date while it waits; while it runs the slot's row is
+    hashes: list[bytes] = field(default_factory=list)  # of the full pages of its context
+    stats: Stats = field(default_factory=Stats)  # from before a preemption
+    slot: int = -1
+
+
+class Scheduler:
+    """Continuous batching over two page pools.
+
+    `draft_pages` is None where drafts need no KV (n-gram). `speculates` says whether there is any draft at all.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        policy: Policy,
+        target_pages: PagePool,
+        draft_pages: PagePool | None = None,
+        *,
+        speculates: bool = False,
+        prefix_caching: bool = True,
+    ) -> None:
+        self.limits = limits
+        self.policy = policy
+        self.target_pages = target_pages
+        self.draft_pages = draft_pages
+        self.num_preemptions = 0
+        self._speculates = speculates
+        self._caching = prefix_caching
+        self._entries: dict[str, _Entry] = {}
+        self._waiting: deque[_Entry] = deque()
+        self._at: list[_Entry | None] = [None] * limits.max_running  # by slot
+        self._free_slots = list(range(limits.max_running))[::-1]
+        self._running: IntArray = np.zeros(0, dtype=np.int64)  # slots, oldest request first
+        self._ended: list[Progress] = []  # ends to report that no step produced
+        self._cancelling: list[_Entry] = []  # cancelled while a step was in flight
+        self._admitted: list[Admission] = []
+        self._released: set[int] = set()
+        self._in_flight: StepPlan | None = None
+
+        def per_slot() -> IntArray:
+            return np.zeros(limits.max_running, dtype=np.int64)
+
+        self._tokens: IntArray = np.zeros((limits.max_running, limits.max_model_len), dtype=np.int64)
+        self._num_tokens, self._num_prompt, self._end = per_slot(), per_slot(), per_slot()
+        self._num_computed, self._draft_computed = per_slot(), per_slot()
+        self._num_published, self._draft_published = per_slot(), per_slot()  # pages
+        self._max_draft = per_slot()
+        self._drafted, self._verified, self._accepted, self._steps = per_slot(), per_slot(), per_slot(), per_slot()
+        self._watched: NDArray[np.bool_] = np.zeros(limits.max_running, dtype=np.bool_)  # has stop strings or logprobs
+        self._stop_ids: dict[int, int] = {}  # stop id → running requests that have it
+        self._stop_array: IntArray = np.zeros(0, dtype=np.int64)
+
+    # ── what the engine calls ────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return int(self._running.size)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._entries or self._ended)
+
+    def add(self, request: Request, checker: StopChecker | None = None) -> None:
+        """Queue a request, or refuse it at once if it can never be served."""
+        if request.id in self._entries:
+            raise InvalidRequest(f"request id {request.id!r} is already in use; give every open request its own")
+        self._check_size(request)
+        entry = _Entry(request, checker, np.array(request.prompt_token_ids, dtype=np.int64))
+        self._entries[request.id] = entry
+        self._waiting.append(entry)
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request at any moment; False if it is not open. A step in flight is let finish first: it writes its pages."""
+        entry = self._entries.get(request_id)
+        if entry is None or entry in self._cancelling:
+            return False
+        if entry.slot >= 0 and self._in_flight is not None:
+            self._cancelling.append(entry)
+        else:
+            self._ended.append(self._drop(entry, FinishReason.CANCELLED))
+        return True
+
+    def take_ended(self) -> list[Progress]:
+        """The ends that no step reported: cancelled requests."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None when nothing can run."""
+        if self._in_flight is not None:
+            raise EngineError("plan() was called before the last plan was committed")
+        preempted = self._reserve_decoding()
+        if not preempted:
+            self._admit()
+        if self.num_running == 0:
+            return None
+        self._in_flight = self._build_plan()
+        return self._in_flight
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[Progress]:
+        """Take in what a step produced: tokens, computed rows, full pages, ends."""
+        if plan is not self._in_flight:
+            raise EngineError("commit() was given another plan than the one in flight")
+        self._in_flight = None
+        slots, num_tokens, samples = plan.slots, plan.num_tokens, plan.samples
+        emitted = np.where(samples, result.num_accepted + 1, 0)
+        self._append(slots, num_tokens, emitted, result.token_ids)
+        self._num_computed[slots] = np.where(samples, num_tokens + emitted - 1, plan.start + plan.num_rows)
+        # The draft computed its own tokens but the last; those the target refused are void.
+        kept = num_tokens + np.minimum(result.num_drafted - 1, result.num_accepted)
+        self._draft_computed[slots] = np.where(result.num_drafted > 0, kept, plan.draft_start + plan.draft_rows)
+        self._drafted[slots] += result.num_drafted
+        self._verified[slots] += result.num_verified
+        self._accepted[slots] += result.num_accepted
+        self._steps[slots] += samples
+        self._publish_prompts(slots)
+        self._ended += [self._drop(entry, FinishReason.CANCELLED) for entry in self._cancelling]
+        self._cancelling = []
+        progress = self._collect(slots, emitted, result)
+        self._give_back_lookahead()
+        return progress
+
+    def abandon(self, reason: FinishReason) -> list[Progress]:
+        """End every open request, whatever state a failed step left it in."""
+        self._in_flight, self._cancelling = None, []
+        return self.take_ended() + [self._drop(entry, reason) for entry in list(self._entries.values())]
+
+    def check(self) -> None:
+        """Raise EngineError unless pages, slots and requests agree."""
+        self.target_pages.check()
+        if self.draft_pages is not None:
+            self.draft_pages.check()
+        idle = sorted(self._free_slots)
+        if sorted([*idle, *self._running.tolist()]) != list(range(self.limits.max_running)):
+            raise EngineError("a slot is lost or in two states")
+        pools = [pool for pool in (self.target_pages, self.draft_pages) if pool is not None]
+        if any(pool.count[idle].any() for pool in pools):
+            raise EngineError("an idle slot holds pages")
+        if len(self._waiting) + self.num_running != len(self._entries):
+            raise EngineError("a request is neither waiting nor running")
+
+    # ── adding and ending ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _check_size(self, request: Request) -> None:
+        num_prompt, max_tokens = len(request.prompt_token_ids), request.params.max_tokens
+        total = num_prompt + max_tokens
+        asked = f"{num_prompt} prompt tokens + max_tokens {max_tokens} = {total}"
+        if num_prompt == 0:
+            raise InvalidRequest("the prompt holds no token; give at least one")
+        if total > self.limits.max_model_len:
+            raise RequestTooLong(f"{asked}, but the model takes {self.limits.max_model_len}; shorten the prompt or max_tokens")
+        pool = self.target_pages
+        if pool.pages_for(total) > pool.num_pages:
+            raise RequestTooLong(
+                f"{asked}, but the KV pool holds {pool.num_pages * pool.page_size} ({pool.num_pages} pages of "
+                f"{pool.page_size}); shorten the request or enlarge the pool"
+            )
+
+    def _drop(self, entry: _Entry, reason: FinishReason) -> Progress:
+        """End a request between steps, wherever it is."""
+        stats = self._stats(entry)
+        if entry.slot >= 0:
+            self._vacate(entry)
+        else:
+            self._waiting.remove(entry)
+        return self._close(entry, Finish(reason, stats))
+
+    def _close(
+        self, entry: _Entry, finish: Finish, new: list[int] | None = None, logprobs: list[TokenLogprobs] | None = None
+    ) -> Progress:
+        """Forget a request and say how it ended."""
+        del self._entries[entry.request.id]
+        if entry.checker is not None:
+            finish = replace(finish, text=entry.checker.text)
+        return Progress(entry.request.id, new or [], logprobs, finish)
+
+    def _vacate(self, entry: _Entry) -> None:
+        """Take a running request out of its slot and give back its pages."""
+        slot = entry.slot
+        if self._caching:
+            self._publish(slot, self.limits.max_model_len)
+        self.target_pages.release(slot)
+        if self.draft_pages is not None:
+            self.draft_pages.release(slot)
+        for stop_id in entry.request.stop_ids:
+            self._stop_ids[stop_id] -= 1
+            if not self._stop_ids[stop_id]:
+                del self._stop_ids[stop_id]
+        self._stop_array = np.array(list(self._stop_ids), dtype=np.int64)
+        self._at[slot] = None
+        self._running = self._running[self._running != slot]
+        self._free_slots.append(slot)
+        self._admitted = [admission for admission in self._admitted if admission.slot != slot]
+        self._released.add(slot)
+        entry.slot = -1
+
+    def _stats(self, entry: _Entry) -> Stats:
+        slot, before = entry.slot, entry.stats
+        if slot < 0:
+            return before
+        return Stats(
+            drafted=before.drafted + int(self._drafted[slot]),
+            verified=before.verified + int(self._verified[slot]),
+            accepted=before.accepted + int(self._accepted[slot]),
+            steps=before.steps + int(self._steps[slot]),
+        )
+
+    # ── planning: running requests first ─────────────────────────────────────────────────────────────────────────────
+
+    def _reserve_decoding(self) -> bool:
+        """Give every running request a page for its next token, preempting the newest where pages are short."""
+        preempted = False
+        while self.num_running:
+            slots = self._running
+            if self.target_pages.reserve(slots, self._num_tokens[slots]):
+                break
+            self._preempt(int(slots[-1]))
+            preempted = True
+        return preempted
+
+    def _preempt(self, slot: int) -> None:
+        """Send a request back to the head of the queue. It computes its context again, or finds it in the prefix cache."""
+        entry = self._entry(slot)
+        entry.token_ids = self._tokens[slot, : self._num_tokens[slot]].copy()
+        entry.stats = self._stats(entry)
+        self._vacate(entry)
+        self._waiting.appendleft(entry)
+        self.num_preemptions += 1
+
+    def _admit(self) -> None:
+        """Move waiting requests into slots, oldest first, while rows, slots and pages last."""
+        slots = self._running
+        room = self.limits.max_batch_tokens - int((self._num_tokens[slots] - self._num_computed[slots]).sum())
+        while self._waiting and self._free_slots and room > 0:
+            entry = self._waiting[0]
+            slot = self._free_slots[-1]
+            num_computed = self._take_pages(entry, slot)
+            if num_computed is None:
+                break
+            self._waiting.popleft()
+            self._free_slots.pop()
+            self._occupy(entry, slot, num_computed)
+            room -= entry.token_ids.size - num_computed
+
+    def _take_pages(self, entry: _Entry, slot: int) -> int | None:
+        """Pages for the whole context, as many as possible from the prefix cache. Returns the tokens these already hold, or
+        None where pages are short.
+
+        Unless nothing else runs, one page per running request must stay available: else the next step would preempt again.
+        """
+        pool, num_tokens = self.target_pages, entry.token_ids.size
+        matched = 0
+        if self._caching:
+            self._extend_hashes(entry, entry.token_ids, num_tokens)
+            matched = pool.match(slot, entry.hashes[: (num_tokens - 1) // pool.page_size])
+        missing = pool.pages_for(num_tokens) - matched
+        if missing + self.num_running > pool.num_available:
+            pool.release(slot)
+            return None
+        pool.reserve(np.array([slot]), np.array([num_tokens]))
+        return matched * pool.page_size
+
+    def _occupy(self, entry: _Entry, slot: int, num_computed: int) -> None:
+        request, num_tokens = entry.request, entry.token_ids.size
+        entry.slot = slot
+        self._at[slot] = entry
+        self._tokens[slot, :num_tokens] = entry.token_ids
+        self._num_tokens[slot] = num_tokens
+        self._num_prompt[slot] = len(request.prompt_token_ids)
+        self._end[slot] = len(request.prompt_token_ids) + request.params.max_tokens
+        self._num_computed[slot] = num_computed
+        self._num_published[slot] = num_computed // self.target_pages.page_size
+        self._draft_computed[slot] = self._draft_published[slot] = 0
+        self._max_draft[slot] = MAX_LENGTH if request.params.max_draft is None else min(request.params.max_draft, MAX_LENGTH)
+        self._drafted[slot] = self._verified[slot] = self._accepted[slot] = self._steps[slot] = 0
+        self._watched[slot] = entry.checker is not None or request.params.logprobs is not None
+        for stop_id in request.stop_ids:
+            self._stop_ids[stop_id] = self._stop_ids.get(stop_id, 0) + 1
+        self._stop_array = np.array(list(self._stop_ids), dtype=np.int64)
+        self._running = np.append(self._running, slot)
+        self._released.discard(slot)
+        self._admitted.append(
+            Admission(slot, entry.token_ids, len(request.prompt_token_ids), request.params, request.seed, request.stop_ids)
+        )
+
+    # ── planning: rows and lengths ───────────────────────────────────────────────────────────────────────────────────
+
+    def _build_plan(self) -> StepPlan:
+        slots = self._running
+        num_tokens, start = self._num_tokens[slots], self._num_computed[slots]
+        pending = num_tokens - start
+        decoding = pending == 1
+        lengths = np.zeros(slots.size, dtype=np.int64)
+        draft_rows = np.zeros(slots.size, dtype=np.int64)
+        if self._speculates and decoding.any():
+            lengths[decoding], draft_rows[decoding] = self._plan_drafts(slots[decoding], int(pending[~decoding].sum()))
+        num_rows = self._share_rows(pending, decoding, lengths)
+        runs = num_rows > 0
+        if not runs.all():
+            slots, num_tokens, start, num_rows = slots[runs], num_tokens[runs], start[runs], num_rows[runs]
+            lengths, draft_rows = lengths[runs], draft_rows[runs]
+        plan = StepPlan(
+            admitted=tuple(self._admitted),
+            released=tuple(self._released),
+            slots=slots,
+            num_tokens=num_tokens,
+            start=start,
+            num_rows=num_rows,
+            lengths=lengths,
+            draft_start=self._draft_computed[slots],
+            draft_rows=draft_rows,
+            target_pages=self.target_pages.take_writes(),
+            draft_pages=self.draft_pages.take_writes() if self.draft_pages is not None else NO_WRITES,
+        )
+        self._admitted, self._released = [], set()
+        return plan
+
+    def _share_rows(self, pending: IntArray, decoding: NDArray[np.bool_], lengths: IntArray) -> IntArray:
+        """Rows of each request: decoding ones their one, prefills what the budget leaves, oldest first."""
+        room = self.limits.max_batch_tokens - int(decoding.sum() + lengths.sum())
+        prefill = np.where(decoding, 0, pending)
+        before = np.cumsum(prefill) - prefill
+        rows: IntArray = np.where(decoding, 1, np.clip(room - before, 0, prefill))
+        return rows
+
+    def _plan_drafts(self, slots: IntArray, num_prefill_rows: int) -> tuple[IntArray, IntArray]:
+        """Lengths for the decoding requests, and the rows the draft computes before it drafts."""
+        lengths = self._ask_policy(slots, num_prefill_rows)
+        lengths = self._fit_rows(lengths, slots.size, num_prefill_rows)
+        lengths = self._fit_target_pages(slots, lengths)
+        if self.draft_pages is None:
+            return lengths, np.zeros(slots.size, dtype=np.int64)
+        return self._fit_draft(slots, lengths)
+
+    def _ask_policy(self, slots: IntArray, num_prefill_rows: int) -> IntArray:
+        num_tokens = self._num_tokens[slots]
+        limit = np.minimum(self._max_draft[slots], self._end[slots] - num_tokens - 1)
+        lag = num_tokens - self._draft_computed[slots] if self.draft_pages is not None else np.zeros_like(slots)
+        view = BatchView(
+            slots=slots,
+            num_tokens=num_tokens,
+            lag=lag,
+            limit=limit,
+            drafted=self._drafted[slots],
+            accepted=self._accepted[slots],
+            num_prefill_rows=num_prefill_rows,
+            num_waiting=self.num_waiting,
+        )
+        lengths = np.asarray(self.policy.lengths(view))
+        if lengths.shape != slots.shape or (lengths < 0).any():
+            raise EngineError(f"policy {self.policy.name!r} gave {lengths!r}; expected {slots.size} lengths of at least 0")
+        return np.minimum(lengths, limit)
+
+    def _fit_rows(self, lengths: IntArray, num_decoding: int, num_prefill_rows: int) -> IntArray:
+        """Cap lengths to the row budget. Speculation leaves prefills a quarter of it, so that arrivals are never starved."""
+        budget = self.limits.max_batch_tokens
+        room = max(0, budget - num_decoding - min(num_prefill_rows, budget // 4))
+        cap = int(lengths.max())
+        while lengths.sum() > room:
+            cap -= 1
+            lengths = np.minimum(lengths, cap)
+        return lengths
+
+    def _fit_target_pages(self, slots: IntArray, lengths: IntArray) -> IntArray:
+        """Reserve room for the drafts; where pages are short nobody speculates, for that is better than to preempt."""
+        if self.target_pages.reserve(slots, self._num_tokens[slots] + lengths):
+            return lengths
+        return np.zeros_like(lengths)
+
+    def _fit_draft(self, slots: IntArray, lengths: IntArray) -> tuple[IntArray, IntArray]:
+        """Draft pages and catch-up rows. A request that cannot have its pages, or not catch up yet, drafts nothing."""
+        assert self.draft_pages is not None
+        self._match_drafts(slots[lengths > 0])
+        lag = self._num_tokens[slots] - self._draft_computed[slots]
+        rows = np.where(lengths > 0, lag, 0)
+        rows = self._share_catch_up(rows)
+        lengths = np.where(rows == lag, lengths, 0)
+        needed = np.where(rows > 0, self._draft_computed[slots] + rows + np.maximum(lengths - 1, 0), 0)
+        if not self.draft_pages.reserve(slots, needed):
+            self._reclaim_drafts(slots[rows == 0])
+            for i in np.flatnonzero(rows).tolist():
+                if not self.draft_pages.reserve(slots[i : i + 1], needed[i : i + 1]):
+                    lengths[i] = rows[i] = 0
+        return lengths, rows
+
+    def _share_catch_up(self, rows: IntArray) -> IntArray:
+        """Cut the draft's rows to the step's budget; those that kept up come first, so nobody waits for a long catch-up."""
+        if rows.sum() <= self.limits.max_batch_tokens:
+            return rows
+        order = np.argsort(rows, kind="stable")
+        before = np.cumsum(rows[order]) - rows[order]
+        shared = np.zeros_like(rows)
+        shared[order] = np.clip(self.limits.max_batch_tokens - before, 0, rows[order])
+        return shared
+
+    def _match_drafts(self, slots: IntArray) -> None:
+        """Requests the draft has never seen may find their context in its prefix cache."""
+        if not self._caching or self.draft_pages is None:
+            return
+        for slot in slots[self._draft_computed[slots] == 0].tolist():
+            last = (int(self._num_tokens[slot]) - 1) // self.draft_pages.page_size
+            matched = self.draft_pages.match(slot, self._entry(slot).hashes[:last])
+            self._draft_computed[slot] = matched * self.draft_pages.page_size
+            self._draft_published[slot] = matched
+
+    def _reclaim_drafts(self, slots: IntArray) -> None:
+        """Take the draft's pages from requests that do not speculate now; they catch up if they ever do again."""
+        assert self.draft_pages is not None
+        for slot in slots[self.draft_pages.count[slots] > 0].tolist():
+            self.draft_pages.release(slot)
+            self._draft_computed[slot] = self._draft_published[slot] = 0
+
+    # ── committing ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _append(self, slots: IntArray, num_tokens: IntArray, emitted: IntArray, token_ids: IntArray) -> None:
+        cu_emitted = np.cumsum(emitted) - emitted
+        columns = np.arange(token_ids.size) + np.repeat(num_tokens - cu_emitted, emitted)
+        self._tokens[np.repeat(slots, emitted), columns] = token_ids
+        self._num_tokens[slots] = num_tokens + emitted
+
+    def _publish_prompts(self, slots: IntArray) -> None:
+        """Offer newly computed prompt pages to the prefix caches. Output pages follow when the request leaves its slot."""
+        if not self._caching:
+            return
+        prompt = self._num_prompt[slots] // self.target_pages.page_size
+        lacks = self._num_published[slots] < prompt
+        if self.draft_pages is not None:
+            lacks |= (self._draft_published[slots] < prompt) & (self._draft_computed[slots] > 0)
+        for i in np.flatnonzero(lacks).tolist():
+            self._publish(int(slots[i]), int(prompt[i]))
+
+    def _publish(self, slot: int, most: int) -> None:
+        """Publish a slot's first pages, `most` at most. Rows beyond num_computed may hold refused drafts and are not."""
+        size, entry = self.target_pages.page_size, self._entry(slot)
+        self._extend_hashes(entry, self._tokens[slot], int(self._num_tokens[slot]))
+        for pool, computed, published in (
+            (self.target_pages, self._num_computed, self._num_published),
+            (self.draft_pages, self._draft_computed, self._draft_published),
+        ):
+            full = min(int(computed[slot]) // size, most)
+            if pool is not None and full > published[slot]:
+                for column in range(int(published[slot]), full):
+                    pool.publish(slot, column, entry.hashes[column])
+                published[slot] = full
+
+    def _extend_hashes(self, entry: _Entry, tokens: IntArray, num_tokens: int) -> None:
+        size = self.target_pages.page_size
+        for column in range(len(entry.hashes), num_tokens // size):
+            previous = entry.hashes[-1] if entry.hashes else b""
+            entry.hashes.append(page_hash(previous, tokens[column * size : (column + 1) * size]))
+
+    def _collect(self, slots: IntArray, emitted: IntArray, result: StepResult) -> list[Progress]:
+        """Hand out tokens; look closely only at requests that may end here or asked for more than tokens."""
+        ends: NDArray[np.bool_] = (self._num_tokens[slots] >= self._end[slots]) | self._watched[slots]
+        cu_emitted = np.concatenate(([0], np.cumsum(emitted)))
+        if self._stop_array.size:
+            hits = np.flatnonzero(np.isin(result.token_ids, self._stop_array))
+            ends[np.searchsorted(cu_emitted, hits, side="right") - 1] = True
+        tokens, bounds, close = result.token_ids.tolist(), cu_emitted.tolist(), ends.tolist()
+        progress = self.take_ended()
+        for i, slot in enumerate(slots.tolist()):
+            entry = self._at[slot]
+            new = tokens[bounds[i] : bounds[i + 1]]
+            if entry is None or not new:
+                continue
+            if close[i]:
+                progress.append(self._examine(entry, new, result.logprobs.get(i)))
+            else:
+                progress.append(Progress(entry.request.id, new, None, None))
+        return progress
+
+    def _examine(self, entry: _Entry, new: list[int], logprobs: list[TokenLogprobs] | None) -> Progress:
+        """Cut a request's new tokens at its first stop, if any: the tokens behind it are as if never made."""
+        request = entry.request
+        num_output = int(self._num_tokens[entry.slot] - self._num_prompt[entry.slot]) - len(new)
+        reason, stop_id = None, None
+        for i, token in enumerate(new):
+            if token in request.stop_ids and num_output + i >= request.params.min_tokens:
+                reason, stop_id = FinishReason.STOP, token
+            elif entry.checker is not None and entry.checker.push(token):
+                reason = FinishReason.STOP
+            if reason is not None:
+                new = new[: i + 1]
+                break
+        if reason is None and num_output + len(new) >= request.params.max_tokens:
+            reason = FinishReason.LENGTH
+        logprobs = logprobs[: len(new)] if logprobs is not None else None
+        if reason is None:
+            return Progress(request.id, new, logprobs, None)
+        finish = Finish(reason, self._stats(entry), stop_id)
+        self._vacate(entry)
+        return self._close(entry, finish, new, logprobs)
+
+    def _give_back_lookahead(self) -> None:
+        slots = self._running
+        self.target_pages.truncate(slots, self._num_tokens[slots])
+        if self.draft_pages is not None:
+            self.draft_pages.truncate(slots, self._draft_computed[slots])
+
+    def _entry(self, slot: int) -> _Entry:
+        entry = self._at[slot]
+        assert entry is not None
+        return entry

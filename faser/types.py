@@ -1,0 +1,277 @@
+"""The values that flow between the parts: requests, plans, results, outputs.
+
+Knows the vocabulary (docs/architecture.md) and what a well-formed request is. Knows nothing of tensors, pages being free
+or taken, or time. Everything that crosses a boundary is frozen and complete when built.
+
+Array shapes use B for the requests of one step. Integers are numpy so that a step over 256 requests costs a
+handful of array operations, not thousands of Python ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from faser.errors import InvalidRequest
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+MAX_LOGPROBS = 20
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # an end token, a stop id or a stop string
+    LENGTH = "length"  # max_tokens reached
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+def _require(valid: bool, name: str, value: object, expected: str) -> None:
+    if not valid:
+        raise InvalidRequest(f"{name}={value!r}: expected {expected}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _in_range(value: object, low: float, high: float) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        return False
+    return bool(math.isfinite(value) and low <= value <= high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request samples. The defaults are greedy decoding of 64 tokens.
+
+    The target's distribution is built in this order: logit_bias, repetition, presence and frequency penalties, the ban
+    on end tokens below min_tokens, temperature, top_k, top_p, min_p. Temperature 0 takes the best token after the first
+    three. `logprobs` reports the model's own log-probabilities, before any of this. `max_draft` caps the request's draft
+    length; 0 opts it out of speculation; the output is the same either way.
+    """
+
+    max_tokens: int = 64
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    max_draft: int | None = None
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        stop = tuple(stop) if isinstance(stop, Sequence) else stop
+        ids = self.stop_token_ids
+        ids = tuple(ids) if isinstance(ids, (Sequence, np.ndarray)) else ids
+        _require(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer of at least 1")
+        _require(
+            _is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
+            "min_tokens", self.min_tokens, f"an integer from 0 to max_tokens ({self.max_tokens})",
+        )  # fmt: skip
+        _require(_in_range(self.temperature, 0, 100), "temperature", self.temperature, "a number from 0 (greedy) to 100")
+        _require(
+            _in_range(self.top_p, 0, 1) and self.top_p > 0, "top_p", self.top_p, "a number above 0 and at most 1 (1 keeps all)"
+        )
+        _require(_is_int(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "an integer of at least 0 (0 keeps all)")
+        _require(_in_range(self.min_p, 0, 1), "min_p", self.min_p, "a number from 0 (keeps all) to 1")
+        _require(
+            self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**64),
+            "seed", self.seed, "None or a 64-bit integer",
+        )  # fmt: skip
+        _require(
+            isinstance(stop, tuple) and all(isinstance(s, str) and s for s in stop),
+            "stop", self.stop, "a string or a list of non-empty strings",
+        )  # fmt: skip
+        _require(
+            isinstance(ids, tuple) and all(_is_int(i) and i >= 0 for i in ids),
+            "stop_token_ids", self.stop_token_ids, "a list of token ids",
+        )  # fmt: skip
+        _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
+        _require(_in_range(self.presence_penalty, -2, 2), "presence_penalty", self.presence_penalty, "a number from -2 to 2")
+        _require(
+            _in_range(self.frequency_penalty, -2, 2), "frequency_penalty", self.frequency_penalty, "a number from -2 to 2"
+        )
+        _require(
+            _in_range(self.repetition_penalty, 0, 100) and self.repetition_penalty > 0,
+            "repetition_penalty", self.repetition_penalty, "a number above 0 (1 is no penalty) and at most 100",
+        )  # fmt: skip
+        _require(
+            self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
+            "logprobs", self.logprobs, f"None or an integer from 0 to {MAX_LOGPROBS}",
+        )  # fmt: skip
+        _require(
+            self.max_draft is None or (_is_int(self.max_draft) and self.max_draft >= 0),
+            "max_draft", self.max_draft, "None or an integer of at least 0 (0 switches speculation off for the request)",
+        )  # fmt: skip
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in ids))
+        object.__setattr__(self, "logit_bias", self._checked_bias())
+
+    def _checked_bias(self) -> Mapping[int, float] | None:
+        bias = self.logit_bias
+        if bias is None:
+            return None
+        expected = "a mapping from token id to a number from -100 to 100"
+        _require(isinstance(bias, Mapping), "logit_bias", bias, expected)
+        for token, value in bias.items():
+            _require(_is_int(token) and token >= 0 and _in_range(value, -100, 100), "logit_bias", {token: value}, expected)
+        return MappingProxyType({int(token): float(value) for token, value in bias.items()}) if bias else None
+
+    @property
+    def penalised(self) -> bool:
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The model's own log-probability of one emitted token, and of its most likely rivals, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token id, log-probability), as many as asked for
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What speculation did: drafted = pruned + verified, and every step emits accepted + 1 bonus token."""
+
+    drafted: int = 0
+    verified: int = 0
+    accepted: int = 0
+    steps: int = 0  # steps that emitted tokens
+
+    @property
+    def pruned(self) -> int:
+        return self.drafted - self.verified
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What `LLM.generate` returns for one prompt."""
+
+    prompt_token_ids: list[int]
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprobs] | None = None
+    stats: Stats = field(default_factory=Stats)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt on its way through the engine, checked and tokenised."""
+
+    id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int  # already drawn where the user gave none: the noise is a function of it
+    stop_ids: frozenset[int] = frozenset()  # the end tokens in force, and the user's stop_token_ids
+
+
+@dataclass(frozen=True)
+class Finish:
+    """How a request ended."""
+
+    reason: FinishReason
+    stats: Stats
+    stop_id: int | None = None  # the token that ended it, where one did; it is not part of the text
+    text: str | None = None  # set only where stop strings were looked for: the text before the one found
+
+
+class Progress(NamedTuple):
+    """What one request gained in one step: accepted tokens and the bonus, or its end."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish: Finish | None
+
+
+@dataclass(frozen=True)
+class Admission:
+    """All an executor must know of a request before its first step (again after a preemption)."""
+
+    slot: int
+    token_ids: IntArray  # the whole context: the prompt, and what was generated before a preemption
+    num_prompt: int
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]
+
+
+@dataclass(frozen=True)
+class PageWrites:
+    """Entries of a page table written since the last plan: table[slots, columns] = pages."""
+
+    slots: IntArray
+    columns: IntArray
+    pages: IntArray
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step, complete: who runs, which rows, how many tokens each drafts. All arrays are [B] and in one order.
+
+    The target computes the rows of positions start … start + num_rows - 1, and, where that reaches the end of the context
+    (`samples`), the drafted tokens behind them. The draft first computes draft_rows context tokens from
+    draft_start on (1 or 2 in steady state, more to catch up), then drafts `lengths` tokens.
+    """
+
+    admitted: tuple[Admission, ...]
+    released: tuple[int, ...]  # slots that ended since the last plan and are not admitted anew in this one
+    slots: IntArray
+    num_tokens: IntArray
+    start: IntArray
+    num_rows: IntArray
+    lengths: IntArray
+    draft_start: IntArray
+    draft_rows: IntArray
+    target_pages: PageWrites
+    draft_pages: PageWrites
+
+    @property
+    def samples(self) -> NDArray[np.bool_]:
+        """Which requests emit tokens: those whose rows reach the end of their context."""
+        reached: NDArray[np.bool_] = self.start + self.num_rows == self.num_tokens
+        return reached
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Where the executor's time went."""
+
+    draft: float = 0.0
+    verify: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What came of a plan, in the plan's order. Arrays are [B] but for token_ids.
+
+    token_ids is flat: for each request that samples, its accepted tokens and the bonus.
+    """
+
+    num_drafted: IntArray
+    num_verified: IntArray
+    num_accepted: IntArray
+    token_ids: IntArray
+    logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)  # by index in the plan
+    seconds: StepSeconds = StepSeconds()

@@ -1,0 +1,214 @@
+"""A torch-free executor that remembers what every KV slot holds, and complains when a plan reads anything else.
+
+Each row "computes" the hash of its prefix and writes it to its page, as a model would write keys and values. Before a row is computed, every
+earlier position must hold the hash of the right prefix: a page that was freed too early, shared too late or published with refused
+drafts shows at once. The next token is a function of prefix and seed, as exact sampling is, so the right output of every request is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from faser.pages import PagePool
+from faser.policy import BatchView, Policy
+from faser.scheduler import Limits, Scheduler
+from faser.types import IntArray, PageWrites, Progress, Request, SamplingParams, StepPlan, StepResult
+
+VOCABULARY = 5
+SEED = 7
+
+
+def prefix_hash(previous: int, token: int) -> int:
+    return hash((previous, token)) & 0x7FFF_FFFF_FFFF_FFFF
+
+
+def hash_of(tokens: Sequence[int]) -> int:
+    value = 0
+    for token in tokens:
+        value = prefix_hash(value, int(token))
+    return value
+
+
+def next_token(prefix: int, seed: int) -> int:
+    return hash((prefix, seed)) % VOCABULARY
+
+
+def expected_output(prompt: Sequence[int], seed: int, max_tokens: int) -> list[int]:
+    prefix, output = hash_of(prompt), []
+    for _ in range(max_tokens):
+        output.append(next_token(prefix, seed))
+        prefix = prefix_hash(prefix, output[-1])
+    return output
+
+
+class _Memory:
+    """What one model's pages hold."""
+
+    def __init__(self, num_pages: int, page_size: int, max_slots: int, max_tokens: int) -> None:
+        self.page_size = page_size
+        self.table = np.full((max_slots, -(-max_tokens // page_size)), -1)
+        self.held = np.zeros((num_pages, page_size), dtype=np.int64)
+
+    def apply(self, writes: PageWrites) -> None:
+        self.table[writes.slots, writes.columns] = writes.pages
+
+    def compute(self, slot: int, tokens: Sequence[int], start: int, count: int) -> int:
+        """Rows start … start + count - 1 over `tokens`; returns the hash of the last row's prefix."""
+        prefix = 0
+        for position, token in enumerate(tokens[: start + count]):
+            prefix = prefix_hash(prefix, int(token))
+            page, offset = self.table[slot, position // self.page_size], position % self.page_size
+            if position < start:
+                assert self.held[page, offset] == prefix, f"slot {slot} position {position}: page {page} holds other tokens"
+            else:
+                self.held[page, offset] = prefix
+        return prefix
+
+
+class OracleExecutor:
+    """Drafts are right with probability `agreement`, from a seeded generator."""
+
+    def __init__(self, limits: Limits, target: PagePool, draft: PagePool | None, agreement: float, seed: int = 0) -> None:
+        def memory(pool: PagePool) -> _Memory:
+            return _Memory(pool.num_pages, pool.page_size, limits.max_running, limits.max_model_len)
+
+        self.target = memory(target)
+        self.draft = memory(draft) if draft is not None else None
+        self.history = np.zeros((limits.max_running, limits.max_model_len), dtype=np.int64)
+        self.seeds = np.zeros(limits.max_running, dtype=np.int64)
+        self.agreement = agreement
+        self.random = np.random.default_rng(seed)
+        self.num_draft_rows = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        for new in plan.admitted:
+            self.history[new.slot, : new.token_ids.size] = new.token_ids
+            self.seeds[new.slot] = new.seed
+        self.target.apply(plan.target_pages)
+        assert plan.num_rows.min() > 0
+        assert not (plan.lengths[~plan.samples]).any()
+        num_drafted = np.array([self._draft(plan, i) for i in range(plan.slots.size)])
+        emitted = [self._verify(plan, i, int(num_drafted[i])) for i in range(plan.slots.size)]
+        accepted = np.array([max(0, len(tokens) - 1) for tokens in emitted])
+        flat = np.array([token for tokens in emitted for token in tokens], dtype=np.int64)
+        return StepResult(num_drafted, num_drafted, accepted, flat)
+
+    def _draft(self, plan: StepPlan, i: int) -> int:
+        slot, num_tokens, length = int(plan.slots[i]), int(plan.num_tokens[i]), int(plan.lengths[i])
+        if self.draft is not None:
+            if i == 0:
+                self.draft.apply(plan.draft_pages)
+            rows = int(plan.draft_rows[i])
+            self.num_draft_rows += rows
+            if rows:
+                self.draft.compute(slot, self.history[slot], int(plan.draft_start[i]), rows)
+            assert not length or plan.draft_start[i] + rows == num_tokens, "drafts before it has caught up"
+        for position in range(num_tokens, num_tokens + length):
+            right = next_token(hash_of(self.history[slot, :position]), int(self.seeds[slot]))
+            wrong = (right + 1) % VOCABULARY
+            self.history[slot, position] = right if self.random.random() < self.agreement else wrong
+            if self.draft is not None and position < num_tokens + length - 1:
+                self.draft.compute(slot, self.history[slot], position, 1)
+        return length
+
+    def _verify(self, plan: StepPlan, i: int, num_drafted: int) -> list[int]:
+        slot, start, rows = int(plan.slots[i]), int(plan.start[i]), int(plan.num_rows[i])
+        self.target.compute(slot, self.history[slot], start, rows + num_drafted)
+        if not plan.samples[i]:
+            return []
+        position, emitted = int(plan.num_tokens[i]), []
+        prefix = hash_of(self.history[slot, :position])
+        while True:
+            said = next_token(prefix, int(self.seeds[slot]))
+            emitted.append(said)
+            agreed = len(emitted) <= num_drafted and said == self.history[slot, position]
+            self.history[slot, position] = said
+            if not agreed:
+                return emitted
+            prefix, position = prefix_hash(prefix, said), position + 1
+
+    def close(self) -> None:
+        pass
+
+
+class RandomLengths:
+    """A policy that draws each request's length anew every step, 0 included."""
+
+    name = "random"
+
+    def __init__(self, most: int = 6, seed: int = 0) -> None:
+        self.most = most
+        self.random = np.random.default_rng(seed)
+
+    def lengths(self, view: BatchView) -> IntArray:
+        return self.random.integers(0, self.most + 1, size=view.num_requests)
+
+
+def make_request(name: str, prompt: Sequence[int], max_tokens: int = 8, **params: object) -> Request:
+    return Request(
+        id=name,
+        prompt_token_ids=tuple(int(token) for token in prompt),
+        params=SamplingParams(max_tokens=max_tokens, **params),  # type: ignore[arg-type]
+        seed=SEED,
+    )
+
+
+class World:
+    """A scheduler and its oracle, with the tokens every request has received."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        num_pages: int = 64,
+        num_draft_pages: int | None = 64,
+        page_size: int = 4,
+        max_running: int = 4,
+        max_batch_tokens: int = 16,
+        max_model_len: int = 64,
+        agreement: float = 0.6,
+        caching: bool = True,
+    ) -> None:
+        self.limits = Limits(max_running, max_batch_tokens, max_model_len)
+        self.target = PagePool(num_pages, page_size, max_running, max_model_len, caching)
+        self.draft = (
+            PagePool(num_draft_pages, page_size, max_running, max_model_len, caching)
+            if num_draft_pages is not None
+            else None
+        )
+        self.scheduler = Scheduler(
+            self.limits, policy, self.target, self.draft, speculates=True, prefix_caching=caching
+        )
+        self.executor = OracleExecutor(self.limits, self.target, self.draft, agreement)
+        self.tokens: dict[str, list[int]] = {}
+        self.finished: dict[str, Progress] = {}
+        self.plans: list[StepPlan] = []
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+        self.tokens[request.id] = []
+
+    def receive(self, progress: Sequence[Progress]) -> None:
+        for item in progress:
+            assert item.request_id not in self.finished, "a request was heard of after its end"
+            self.tokens[item.request_id] += item.token_ids
+            if item.finish is not None:
+                self.finished[item.request_id] = item
+
+    def step(self) -> bool:
+        plan = self.scheduler.plan()
+        if plan is None:
+            self.receive(self.scheduler.take_ended())
+            return False
+        self.plans.append(plan)
+        self.receive(self.scheduler.commit(plan, self.executor.execute(plan)))
+        return True
+
+    def drain(self, most_steps: int = 10_000) -> None:
+        for _ in range(most_steps):
+            if not self.scheduler.has_work:
+                return
+            self.step()
+        raise AssertionError("the scheduler did not finish its requests")

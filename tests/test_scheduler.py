@@ -1,0 +1,392 @@
+"""The scheduler against an executor that knows what every page must hold (tests/oracle.py). No torch."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from faser.errors import EngineError, InvalidRequest, RequestTooLong
+from faser.policy import Fixed
+from faser.types import FinishReason
+from tests.oracle import SEED, RandomLengths, World, expected_output, make_request
+
+
+def assert_exact(world, *requests):
+    for request in requests:
+        right = expected_output(request.prompt_token_ids, SEED, request.params.max_tokens)
+        assert world.tokens[request.id] == right, request.id
+
+
+def prompts(count, size=10, seed=0):
+    random = np.random.default_rng(seed)
+    return [random.integers(0, 3, size=int(random.integers(1, size + 1))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 6])
+@pytest.mark.parametrize("agreement", [0.0, 0.5, 1.0])
+def test_output_does_not_depend_on_length_or_agreement(length, agreement):
+    world = World(Fixed(length), agreement=agreement)
+    requests = [make_request(str(i), prompt, 9) for i, prompt in enumerate(prompts(8))]
+    for request in requests:
+        world.add(request)
+    world.drain()
+    assert_exact(world, *requests)
+    stats = [world.finished[request.id].finish.stats for request in requests]
+    assert all(s.steps + s.accepted == 9 for s in stats), "every step emits accepted + 1 bonus"
+    assert (sum(s.accepted for s in stats) > 0) == (length > 0 and agreement > 0)
+
+
+def test_a_right_draft_saves_steps():
+    world = World(Fixed(3), agreement=1.0)
+    world.add(make_request("a", [1, 2], 9))
+    world.drain()
+    assert world.finished["a"].finish.stats.steps == 3  # 1 with the prompt, then 4 and 4
+
+
+def test_every_request_has_its_own_length_and_zero_is_normal():
+    world = World(RandomLengths(5), max_running=6, max_batch_tokens=64)
+    for i, prompt in enumerate(prompts(6)):
+        world.add(make_request(str(i), prompt, 20))
+    world.drain()
+    ragged = [plan.lengths for plan in world.plans if len(set(plan.lengths.tolist())) > 2]
+    assert ragged
+    assert any((lengths == 0).any() for lengths in ragged)
+
+
+def test_off_never_runs_the_draft():
+    world = World(Fixed(0))
+    for i, prompt in enumerate(prompts(6)):
+        world.add(make_request(str(i), prompt, 12))
+    world.drain()
+    assert world.executor.num_draft_rows == 0
+    assert all(not plan.draft_rows.any() and plan.draft_pages.slots.size == 0 for plan in world.plans)
+
+
+def test_max_draft_caps_one_request_and_zero_opts_it_out():
+    world = World(Fixed(5), agreement=1.0, max_batch_tokens=64)
+    requests = [make_request(str(cap), [1, 2, 3], 20, max_draft=cap) for cap in (0, 2, None)]
+    for request in requests:
+        world.add(request)
+    world.drain()
+    assert_exact(world, *requests)
+    assert world.finished["0"].finish.stats.drafted == 0
+    first = next(plan for plan in world.plans if plan.lengths.any())
+    assert first.lengths.tolist() == [0, 2, 5]
+
+
+class OnOff:
+    """Speculates only in every `period`-th step."""
+
+    name = "on-off"
+
+    def __init__(self, period: int) -> None:
+        self.period, self.count, self.lags = period, 0, []
+
+    def lengths(self, view):
+        self.count += 1
+        self.lags.append(view.lag.tolist())
+        return np.full(view.num_requests, 3 if self.count % self.period == 0 else 0)
+
+
+def test_a_request_that_did_not_speculate_catches_up_before_it_drafts_again():
+    policy = OnOff(5)
+    world = World(policy)
+    requests = [make_request(str(i), prompt, 25) for i, prompt in enumerate(prompts(4))]
+    for request in requests:
+        world.add(request)
+    world.drain()  # the oracle refuses a draft over KV that was not computed
+    assert_exact(world, *requests)
+    caught_up = [rows for plan in world.plans for rows in plan.draft_rows[plan.lengths > 0].tolist()]
+    assert max(caught_up) > 4
+    assert max(lag for lags in policy.lags for lag in lags) > 4, "the policy is told what catching up would cost"
+
+
+def test_a_long_catch_up_is_cut_into_steps_and_holds_up_nobody_else():
+    world = World(Fixed(2), max_batch_tokens=8, max_model_len=128, num_pages=128, num_draft_pages=128, caching=False)
+    long = make_request("long", [1] * 40, 20)
+    short = make_request("short", [2, 1], 40)
+    world.add(short)
+    for _ in range(4):
+        world.step()
+    world.add(long)
+    world.drain()
+    assert_exact(world, long, short)
+    plans = [plan for plan in world.plans if plan.slots.size == 2 and plan.samples.all()]
+    catching_up = [plan for plan in plans if (plan.draft_rows[1] > 0) and plan.lengths[1] == 0]
+    assert len(catching_up) >= 4
+    assert all(plan.draft_rows.sum() <= 8 for plan in plans)
+    assert all(plan.lengths[0] > 0 for plan in catching_up), "the request that kept up goes on drafting"
+
+
+def test_prefill_is_chunked_and_shares_the_step_with_verification():
+    world = World(Fixed(2), max_batch_tokens=8, max_model_len=128)
+    first, second = make_request("first", [1, 2], 30), make_request("second", list(range(5)) * 6, 5)
+    world.add(first)
+    for _ in range(3):
+        world.step()
+    world.add(second)
+    world.drain()
+    assert_exact(world, first, second)
+    mixed = [p for p in world.plans if p.slots.size == 2 and not p.samples[1] and p.lengths[0] > 0]
+    assert len(mixed) >= 3
+    assert all((plan.num_rows + plan.lengths).sum() <= 8 for plan in world.plans)
+
+
+def test_speculation_leaves_prefill_a_share_of_the_rows():
+    world = World(Fixed(6), max_running=5, max_batch_tokens=20, agreement=0.0, max_model_len=128)
+    for name in "abcd":
+        world.add(make_request(name, [1], 60))
+    for _ in range(3):
+        world.step()
+    assert world.plans[-1].lengths.sum() == 16
+    world.add(make_request("late", [2] * 30, 5))
+    world.step()
+    late = world.plans[-1]
+    assert late.num_rows[-1] >= 20 // 4
+    world.drain()
+
+
+def test_a_pool_too_small_for_all_preempts_the_newest_and_every_output_is_right():
+    world = World(Fixed(3), num_pages=16, num_draft_pages=16, max_running=6)
+    requests = [make_request(str(i), [i % 3] * 5, 30) for i in range(6)]
+    for request in requests:
+        world.add(request)
+    world.drain()
+    assert world.scheduler.num_preemptions > 0
+    assert_exact(world, *requests)
+    ends = list(world.finished)
+    assert ends[0] == "0", "the oldest is never preempted"
+
+
+def test_a_draft_pool_too_small_costs_drafts_not_requests():
+    world = World(RandomLengths(4), num_draft_pages=6, max_running=4)
+    requests = [make_request(str(i), prompt, 20) for i, prompt in enumerate(prompts(8))]
+    for request in requests:
+        world.add(request)
+    world.drain()
+    assert_exact(world, *requests)
+    assert world.scheduler.num_preemptions == 0
+    assert sum(p.finish.stats.drafted for p in world.finished.values()) > 0
+
+
+def test_an_equal_prompt_is_not_computed_twice_by_target_or_draft():
+    world = World(Fixed(2), max_batch_tokens=64)
+    prompt = [1, 2, 0, 1] * 6
+    for name in ("first", "second"):
+        world.add(make_request(name, prompt, 6))
+        world.drain()
+    prefills = [int(p.num_rows[0]) for p in world.plans if p.admitted]
+    assert prefills == [24, 4], "all but the last page, whose last row must be computed to sample"
+    catch_ups = [int(p.draft_rows[0]) for p in world.plans if p.draft_rows[0] > 4]
+    assert catch_ups == [25], "the second request's draft context came from the cache"
+
+
+def test_a_conversation_continues_on_the_pages_of_its_first_turn():
+    world = World(Fixed(2), max_batch_tokens=64)
+    world.add(make_request("turn", [1, 2, 3], 17))
+    world.drain()
+    context = [1, 2, 3, *world.tokens["turn"]]
+    world.add(make_request("next", [*context, 4, 4], 4))
+    world.step()
+    assert world.plans[-1].start[0] == 16
+
+
+def test_a_cancelled_request_frees_its_pages_and_is_answered():
+    world = World(Fixed(2))
+    world.add(make_request("a", [1] * 9, 40))
+    world.add(make_request("b", [2] * 9, 4))
+    for _ in range(3):
+        world.step()
+    assert world.scheduler.cancel("a")
+    assert not world.scheduler.cancel("a")
+    world.scheduler.check()
+    world.drain()
+    assert world.finished["a"].finish.reason is FinishReason.CANCELLED
+    assert world.target.num_held == 0
+    assert world.draft.num_held == 0
+
+
+def test_a_cancel_while_a_step_is_in_flight_takes_effect_when_it_lands():
+    world = World(Fixed(2), max_batch_tokens=8)
+    world.add(make_request("a", [1] * 9, 40))
+    world.add(make_request("b", [2] * 30, 4))  # its prefill waits for rows: it may be in no plan at all
+    world.step()
+    plan = world.scheduler.plan()
+    assert world.scheduler.cancel("a")
+    assert world.scheduler.cancel("b")
+    assert world.target.num_held > 0, "its pages are being written"
+    world.receive(world.scheduler.commit(plan, world.executor.execute(plan)))
+    assert world.target.num_held == 0
+    world.drain()
+    assert {p.finish.reason for p in world.finished.values()} == {FinishReason.CANCELLED}
+
+
+def test_a_waiting_request_can_be_cancelled():
+    world = World(Fixed(0), max_running=1)
+    for name in "ab":
+        world.add(make_request(name, [1], 5))
+    world.step()
+    assert world.scheduler.cancel("b")
+    world.drain()
+    assert world.finished["b"].finish.reason is FinishReason.CANCELLED
+    assert world.finished["a"].finish.reason is FinishReason.LENGTH
+
+
+def test_abandon_ends_everything_even_a_step_in_flight():
+    world = World(Fixed(2), max_running=2)
+    for name in "abc":
+        world.add(make_request(name, [1] * 5, 5))
+    world.step()
+    world.scheduler.plan()
+    ended = world.scheduler.abandon(FinishReason.FAILED)
+    assert {p.request_id for p in ended} == {"a", "b", "c"}
+    world.scheduler.check()
+    assert world.target.num_held == 0
+    request = make_request("d", [1] * 5, 5)
+    world.add(request)
+    world.drain()
+    assert_exact(world, request)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "error", "numbers"),
+    [
+        ([], 5, InvalidRequest, "no token"),
+        ([1] * 60, 5, RequestTooLong, "60 prompt tokens .* = 65.* takes 64"),
+        ([1] * 50, 14, RequestTooLong, r"= 64.* holds 60 \(15 pages of 4\)"),
+    ],
+)
+def test_what_can_never_be_served_is_refused_at_once_with_the_numbers(prompt, max_tokens, error, numbers):
+    world = World(Fixed(0), num_pages=15)
+    with pytest.raises(error, match=numbers):
+        world.scheduler.add(make_request("a", prompt, max_tokens))
+    assert not world.scheduler.has_work
+
+
+def test_a_request_id_in_use_is_refused():
+    world = World(Fixed(0))
+    world.add(make_request("a", [1], 5))
+    with pytest.raises(InvalidRequest, match="already in use"):
+        world.scheduler.add(make_request("a", [1], 5))
+
+
+@pytest.mark.parametrize("lengths", [[1], [1, -1], [[1, 1]]])
+def test_a_policy_that_answers_nonsense_is_an_error_not_a_wrong_step(lengths):
+    class Nonsense:
+        name = "nonsense"
+
+        def lengths(self, view):
+            return np.array(lengths)
+
+    world = World(Nonsense(), max_running=2)
+    for name in "ab":
+        world.add(make_request(name, [1], 5))
+    with pytest.raises(EngineError, match="nonsense"):
+        world.drain()
+
+
+def test_plan_and_commit_alternate():
+    world = World(Fixed(0))
+    world.add(make_request("a", [1], 5))
+    plan = world.scheduler.plan()
+    with pytest.raises(EngineError, match="before the last plan"):
+        world.scheduler.plan()
+    world.scheduler.commit(plan, world.executor.execute(plan))
+    with pytest.raises(EngineError, match="another plan"):
+        world.scheduler.commit(plan, world.executor.execute(plan))
+
+
+def test_a_stop_id_cuts_what_the_step_brought_behind_it():
+    right = expected_output([1, 2], SEED, 20)
+    stop = right[5]
+    first = right.index(stop)
+    for length in (0, 6):
+        world = World(Fixed(length), agreement=1.0)
+        request = make_request("a", [1, 2], 20)
+        world.add(type(request)(**{**request.__dict__, "stop_ids": frozenset({stop})}))
+        world.drain()
+        assert world.tokens["a"] == right[: first + 1]
+        assert world.finished["a"].finish.reason is FinishReason.STOP
+        assert world.finished["a"].finish.stop_id == stop
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """After any sequence of add, plan, commit, cancel and preemption the pools are conserved; draining empties them."""
+
+    @initialize(
+        num_pages=st.integers(10, 20),
+        num_draft_pages=st.one_of(st.none(), st.integers(1, 20)),
+        max_running=st.integers(1, 5),
+        spare_rows=st.integers(0, 12),
+        agreement=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+        caching=st.booleans(),
+        seed=st.integers(0, 99),
+    )
+    def start(self, num_pages, num_draft_pages, max_running, spare_rows, agreement, caching, seed) -> None:
+        self.world = World(
+            RandomLengths(5, seed),
+            num_pages=num_pages,
+            num_draft_pages=num_draft_pages,
+            max_running=max_running,
+            max_batch_tokens=max_running + spare_rows,
+            max_model_len=40,
+            agreement=agreement,
+            caching=caching,
+        )
+        self.requests = {}
+        self.cancelled = set()
+        self.in_flight = None
+
+    @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=24), max_tokens=st.integers(1, 16))
+    def add(self, prompt, max_tokens) -> None:
+        request = make_request(str(len(self.requests)), prompt, max_tokens)
+        self.world.add(request)
+        self.requests[request.id] = request
+
+    @precondition(lambda self: self.in_flight is None)
+    @rule()
+    def plan(self) -> None:
+        self.in_flight = self.world.scheduler.plan()
+
+    @precondition(lambda self: self.in_flight is not None)
+    @rule()
+    def commit(self) -> None:
+        plan, self.in_flight = self.in_flight, None
+        self.world.receive(self.world.scheduler.commit(plan, self.world.executor.execute(plan)))
+
+    @precondition(lambda self: self.in_flight is None)
+    @rule(steps=st.integers(1, 8))
+    def run(self, steps) -> None:
+        for _ in range(steps):
+            self.world.step()
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def cancel(self, data) -> None:
+        name = data.draw(st.sampled_from(sorted(self.requests)))
+        if self.world.scheduler.cancel(name):
+            self.cancelled.add(name)
+
+    @invariant()
+    def books_agree(self) -> None:
+        if hasattr(self, "world"):
+            self.world.scheduler.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        if self.in_flight is not None:
+            self.commit()
+        self.world.drain()
+        assert self.world.target.num_held == 0
+        assert self.world.draft is None or self.world.draft.num_held == 0
+        assert set(self.world.finished) == set(self.requests), "every request is answered"
+        for name, request in self.requests.items():
+            right = expected_output(request.prompt_token_ids, SEED, request.params.max_tokens)
+            got = self.world.tokens[name]
+            assert got == (right[: len(got)] if name in self.cancelled else right)
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
