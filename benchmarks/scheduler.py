@@ -52,7 +52,9 @@ def make_scheduler(num_requests: int, most: int) -> Scheduler:
     for number in range(num_requests):
         prompt = tuple(random.integers(2, 30_000, size=PROMPT).tolist())
         params = SamplingParams(max_tokens=MAX_MODEL_LEN - PROMPT)
-        scheduler.add(Request(id=str(number), prompt_token_ids=prompt, params=params, seed=0, stop_ids=frozenset({0, 1})))
+        scheduler.add(
+            Request(id=str(number), prompt_token_ids=prompt, params=params, seed=0, stop_ids=frozenset({0, 1}))
+        )
     return scheduler
 
 

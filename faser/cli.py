@@ -50,7 +50,9 @@ class _Version(argparse.Action):
 
 
 def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="text to continue; - reads one from standard input")
+    parser.add_argument(
+        "prompts", nargs="+", metavar="PROMPT", help="text to continue; - reads one from standard input"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document per prompt instead of text")
     _add_engine_arguments(parser)
     sampling = parser.add_argument_group("sampling")
@@ -77,11 +79,15 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--policy", help="off or fixed:K; default: fixed:4 with a draft, off without")
     engine.add_argument("--device", default="auto", help="auto or cpu")
     engine.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    engine.add_argument("--max-model-len", type=int, metavar="N", help="tokens of one request; default: what the model knows")
+    engine.add_argument(
+        "--max-model-len", type=int, metavar="N", help="tokens of one request; default: what the model knows"
+    )
     engine.add_argument("--max-running", type=int, default=64, metavar="N", help="requests in one batch")
     engine.add_argument("--max-batch-tokens", type=int, default=1024, metavar="N", help="rows in one step")
     engine.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens in one KV page")
-    engine.add_argument("--kv-memory", type=float, metavar="GIB", help="KV pages of both models; default: the device's choice")
+    engine.add_argument(
+        "--kv-memory", type=float, metavar="GIB", help="KV pages of both models; default: the device's choice"
+    )
     engine.add_argument("--no-prefix-caching", action="store_true")
     engine.add_argument("--debug", action="store_true", help="on an error, show where it was raised")
 

@@ -43,7 +43,9 @@ class EngineOptions:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
         if self.device not in DEVICES:
-            raise ConfigError(f"device={self.device!r}: expected one of {', '.join(DEVICES)}; CUDA is not in this version")
+            raise ConfigError(
+                f"device={self.device!r}: expected one of {', '.join(DEVICES)}; CUDA is not in this version"
+            )
 
     def make_policy(self, has_draft: bool) -> Policy:
         """The policy by name, or as given; refused where it would speculate without a draft."""
@@ -53,5 +55,7 @@ class EngineOptions:
         if isinstance(policy, str):
             policy = make_policy(policy)
         if not has_draft and policy.name != "off":
-            raise ConfigError(f'policy {policy.name!r} needs a draft: give draft="…" or draft="{NGRAM}", or policy="off"')
+            raise ConfigError(
+                f'policy {policy.name!r} needs a draft: give draft="…" or draft="{NGRAM}", or policy="off"'
+            )
         return policy

@@ -1,7 +1,7 @@
 """The loop: a step is plan, execute, commit.
 
-Knows the order of things and the one seam, `Executor`. Knows nothing of tensors, text or transport: `LLM`, the server and the
-simulator all drive this class.
+Knows the order of things and the one seam, `Executor`. Knows nothing of tensors, text or transport: `LLM`, the server
+and the simulator all drive this class.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from faser.config import EngineOptions
 from faser.engine import Engine
 from faser.errors import EngineError, FaserError, InvalidRequest
 from faser.models.transformer import Transformer
-from faser.progress import progress_bar
 from faser.policy import Policy
+from faser.progress import progress_bar
 from faser.runtime.build import build_engine, load_pair
 from faser.stats import EngineStats
 from faser.text import StopChecker, Tokenizer
@@ -27,9 +27,9 @@ Prompt = str | Sequence[int]
 class LLM:
     """A model, or a pair, ready to generate.
 
-    model: a Hugging Face folder, a hub name, or a model in memory. draft: likewise, or "ngram" (prompt lookup, no model),
-    or None. policy: "off" or "fixed:K", or a Policy; None is fixed:4 with a draft and off without. `sizes` are the
-    further fields of faser.config.EngineOptions. The output never depends on draft, policy or sizes.
+    model: a Hugging Face folder, a hub name, or a model in memory. draft: likewise, or "ngram" (prompt lookup, no
+    model), or None. policy: "off" or "fixed:K", or a Policy; None is fixed:4 with a draft and off without. `sizes` are
+    the further fields of faser.config.EngineOptions. The output never depends on draft, policy or sizes.
     """
 
     def __init__(
@@ -65,7 +65,9 @@ class LLM:
         with self._lock:
             engine = self._open_engine()
             all_prompts = _as_prompts(prompts)
-            requests = [self._make_request(*pair) for pair in zip(all_prompts, _as_params(params, all_prompts), strict=True)]
+            requests = [
+                self._make_request(*pair) for pair in zip(all_prompts, _as_params(params, all_prompts), strict=True)
+            ]
             try:
                 for request in requests:
                     engine.add(request, self._make_checker(request.params))
@@ -74,7 +76,9 @@ class LLM:
                 engine.abandon(FinishReason.CANCELLED)
                 if isinstance(error, FaserError) or not isinstance(error, Exception):
                     raise
-                raise EngineError(f"a step failed ({type(error).__name__}: {error}); all open requests ended") from error
+                raise EngineError(
+                    f"a step failed ({type(error).__name__}: {error}); all open requests ended"
+                ) from error
             return [self._output(request, *received[request.id]) for request in requests]
 
     @property

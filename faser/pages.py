@@ -1,9 +1,9 @@
 """Who holds which KV pages of one model: page tables, sharing, and the prefix cache.
 
-Knows page numbers and hashes. Knows nothing of tensors, models or requests beyond their slot. A page is in one of three
-states: free; held (by the tables of one or more slots); or idle (held by nobody, but published under the hash of its
-content, so that a later prompt with the same beginning can take it instead of computing it). Idle pages are given out, least
-recently used first, when no free page is left.
+Knows page numbers and hashes. Knows nothing of tensors, models or requests beyond their slot. A page is in one of
+three states: free; held (by the tables of one or more slots); or idle (held by nobody, but published under the hash
+of its content, so that a later prompt with the same beginning can take it instead of computing it). Idle pages are
+given out, least recently used first, when no free page is left.
 
 Only full pages whose tokens are committed are published, so a shared page is never written again.
 """
@@ -55,7 +55,7 @@ class PagePool:
         return self.num_pages - self.num_available
 
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:
-        """Grow each slot's table to hold num_tokens. All or nothing: False, and nothing changed, where pages are short."""
+        """Grow each slot's table to hold num_tokens. All or nothing: False, and nothing changed, if pages are short."""
         needed = -(-num_tokens // self.page_size) - self.count[slots]
         grows = np.flatnonzero(needed > 0)
         if grows.size == 0:
@@ -86,7 +86,7 @@ class PagePool:
             self._push(pages)
 
     def release(self, slot: int) -> None:
-        """Give back all of a slot's pages; the published ones become idle, the end of the context first in line to go."""
+        """Give back all of a slot's pages. Published ones become idle, the end of the context first in line to go."""
         pages = self.table[slot, : self.count[slot]][::-1]
         self.count[slot] = 0
         self._holders[pages] -= 1

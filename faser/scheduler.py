@@ -55,7 +55,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_running <= self.max_batch_tokens:
-            raise EngineError(f"max_running={self.max_running} must be from 1 to max_batch_tokens={self.max_batch_tokens}")
+            raise EngineError(
+                f"max_running={self.max_running} must be from 1 to max_batch_tokens={self.max_batch_tokens}"
+            )
 
 
 @dataclass(eq=False)
@@ -141,7 +143,7 @@ class Scheduler:
         self._waiting.append(entry)
 
     def cancel(self, request_id: str) -> bool:
-        """End a request at any moment; False if it is not open. A step in flight is let finish first: it writes its pages."""
+        """End a request at any moment; False if it is not open. A step in flight finishes first: it writes pages."""
         entry = self._entries.get(request_id)
         if entry is None or entry in self._cancelling:
             return False
@@ -219,7 +221,9 @@ class Scheduler:
         if num_prompt == 0:
             raise InvalidRequest("the prompt holds no token; give at least one")
         if total > self.limits.max_model_len:
-            raise RequestTooLong(f"{asked}, but the model takes {self.limits.max_model_len}; shorten the prompt or max_tokens")
+            raise RequestTooLong(
+                f"{asked}, but the model takes {self.limits.max_model_len}; shorten the prompt or max_tokens"
+            )
         pool = self.target_pages
         if pool.pages_for(total) > pool.num_pages:
             raise RequestTooLong(
@@ -290,7 +294,7 @@ class Scheduler:
         return preempted
 
     def _preempt(self, slot: int) -> None:
-        """Send a request back to the head of the queue. It computes its context again, or finds it in the prefix cache."""
+        """Send a request back to the head of the queue, to compute its context again or find it in the prefix cache."""
         entry = self._entry(slot)
         entry.token_ids = self._tokens[slot, : self._num_tokens[slot]].copy()
         entry.stats = self._stats(entry)
@@ -314,10 +318,11 @@ class Scheduler:
             room -= entry.token_ids.size - num_computed
 
     def _take_pages(self, entry: _Entry, slot: int) -> int | None:
-        """Pages for the whole context, as many as possible from the prefix cache. Returns the tokens these already hold, or
-        None where pages are short.
+        """Pages for the whole context, as many as possible from the prefix cache.
 
-        Unless nothing else runs, one page per running request must stay available: else the next step would preempt again.
+        Returns how many tokens the cached ones hold, or None where pages are short.
+
+        Unless nothing else runs, one page per running request must stay available, or the next step may preempt again.
         """
         pool, num_tokens = self.target_pages, entry.token_ids.size
         matched = 0
@@ -342,7 +347,9 @@ class Scheduler:
         self._num_computed[slot] = num_computed
         self._num_published[slot] = num_computed // self.target_pages.page_size
         self._draft_computed[slot] = self._draft_published[slot] = 0
-        self._max_draft[slot] = MAX_LENGTH if request.params.max_draft is None else min(request.params.max_draft, MAX_LENGTH)
+        self._max_draft[slot] = (
+            MAX_LENGTH if request.params.max_draft is None else min(request.params.max_draft, MAX_LENGTH)
+        )
         self._drafted[slot] = self._verified[slot] = self._accepted[slot] = self._steps[slot] = 0
         self._watched[slot] = entry.checker is not None or request.params.logprobs is not None
         for stop_id in request.stop_ids:
@@ -351,7 +358,9 @@ class Scheduler:
         self._running = np.append(self._running, slot)
         self._released.discard(slot)
         self._admitted.append(
-            Admission(slot, entry.token_ids, len(request.prompt_token_ids), request.params, request.seed, request.stop_ids)
+            Admission(
+                slot, entry.token_ids, len(request.prompt_token_ids), request.params, request.seed, request.stop_ids
+            )
         )
 
     # ── planning: rows and lengths ───────────────────────────────────────────────────────────────────────────────────
@@ -419,11 +428,14 @@ class Scheduler:
         )
         lengths = np.asarray(self.policy.lengths(view))
         if lengths.shape != slots.shape or (lengths < 0).any():
-            raise EngineError(f"policy {self.policy.name!r} gave {lengths!r}; expected {slots.size} lengths of at least 0")
-        return np.minimum(lengths, limit)
+            raise EngineError(
+                f"policy {self.policy.name!r} gave {lengths!r}; expected {slots.size} lengths of at least 0"
+            )
+        capped: IntArray = np.minimum(lengths, limit)
+        return capped
 
     def _fit_rows(self, lengths: IntArray, num_decoding: int, num_prefill_rows: int) -> IntArray:
-        """Cap lengths to the row budget. Speculation leaves prefills a quarter of it, so that arrivals are never starved."""
+        """Cap lengths to the row budget. Speculation leaves prefills a quarter of it, so arrivals are never starved."""
         budget = self.limits.max_batch_tokens
         room = max(0, budget - num_decoding - min(num_prefill_rows, budget // 4))
         cap = int(lengths.max())
@@ -455,7 +467,7 @@ class Scheduler:
         return lengths, rows
 
     def _share_catch_up(self, rows: IntArray) -> IntArray:
-        """Cut the draft's rows to the step's budget; those that kept up come first, so nobody waits for a long catch-up."""
+        """Cut the draft's rows to the step's budget; those that kept up come first and wait for no long catch-up."""
         if rows.sum() <= self.limits.max_batch_tokens:
             return rows
         order = np.argsort(rows, kind="stable")
@@ -490,7 +502,7 @@ class Scheduler:
         self._num_tokens[slots] = num_tokens + emitted
 
     def _publish_prompts(self, slots: IntArray) -> None:
-        """Offer newly computed prompt pages to the prefix caches. Output pages follow when the request leaves its slot."""
+        """Offer newly computed prompt pages to the prefix caches. Output pages follow when the request leaves."""
         if not self._caching:
             return
         prompt = self._num_prompt[slots] // self.target_pages.page_size
@@ -501,7 +513,7 @@ class Scheduler:
             self._publish(int(slots[i]), int(prompt[i]))
 
     def _publish(self, slot: int, most: int) -> None:
-        """Publish a slot's first pages, `most` at most. Rows beyond num_computed may hold refused drafts and are not."""
+        """Publish a slot's first pages, `most` at most. Rows beyond num_computed may hold refused drafts: never."""
         size, entry = self.target_pages.page_size, self._entry(slot)
         self._extend_hashes(entry, self._tokens[slot], int(self._num_tokens[slot]))
         for pool, computed, published in (

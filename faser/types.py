@@ -1,7 +1,7 @@
 """The values that flow between the parts: requests, plans, results, outputs.
 
-Knows the vocabulary (docs/architecture.md) and what a well-formed request is. Knows nothing of tensors, pages being free
-or taken, or time. Everything that crosses a boundary is frozen and complete when built.
+Knows the vocabulary (docs/architecture.md) and what a well-formed request is. Knows nothing of tensors, pages being
+free or taken, or time. Everything that crosses a boundary is frozen and complete when built.
 
 Array shapes use B for the requests of one step. Integers are numpy so that a step over 256 requests costs a
 handful of array operations, not thousands of Python ones.
@@ -55,8 +55,8 @@ class SamplingParams:
 
     The target's distribution is built in this order: logit_bias, repetition, presence and frequency penalties, the ban
     on end tokens below min_tokens, temperature, top_k, top_p, min_p. Temperature 0 takes the best token after the first
-    three. `logprobs` reports the model's own log-probabilities, before any of this. `max_draft` caps the request's draft
-    length; 0 opts it out of speculation; the output is the same either way.
+    three. `logprobs` reports the model's own log-probabilities, before any of this. `max_draft` caps the request's
+    draft length; 0 opts it out of speculation; the output is the same either way.
     """
 
     max_tokens: int = 64
@@ -81,14 +81,21 @@ class SamplingParams:
         stop = tuple(stop) if isinstance(stop, Sequence) else stop
         ids = self.stop_token_ids
         ids = tuple(ids) if isinstance(ids, (Sequence, np.ndarray)) else ids
-        _require(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer of at least 1")
+        _require(
+            _is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer of at least 1"
+        )
         _require(
             _is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
             "min_tokens", self.min_tokens, f"an integer from 0 to max_tokens ({self.max_tokens})",
         )  # fmt: skip
-        _require(_in_range(self.temperature, 0, 100), "temperature", self.temperature, "a number from 0 (greedy) to 100")
         _require(
-            _in_range(self.top_p, 0, 1) and self.top_p > 0, "top_p", self.top_p, "a number above 0 and at most 1 (1 keeps all)"
+            _in_range(self.temperature, 0, 100), "temperature", self.temperature, "a number from 0 (greedy) to 100"
+        )
+        _require(
+            _in_range(self.top_p, 0, 1) and self.top_p > 0,
+            "top_p",
+            self.top_p,
+            "a number above 0 and at most 1 (1 keeps all)",
         )
         _require(_is_int(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "an integer of at least 0 (0 keeps all)")
         _require(_in_range(self.min_p, 0, 1), "min_p", self.min_p, "a number from 0 (keeps all) to 1")
@@ -105,9 +112,14 @@ class SamplingParams:
             "stop_token_ids", self.stop_token_ids, "a list of token ids",
         )  # fmt: skip
         _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
-        _require(_in_range(self.presence_penalty, -2, 2), "presence_penalty", self.presence_penalty, "a number from -2 to 2")
         _require(
-            _in_range(self.frequency_penalty, -2, 2), "frequency_penalty", self.frequency_penalty, "a number from -2 to 2"
+            _in_range(self.presence_penalty, -2, 2), "presence_penalty", self.presence_penalty, "a number from -2 to 2"
+        )
+        _require(
+            _in_range(self.frequency_penalty, -2, 2),
+            "frequency_penalty",
+            self.frequency_penalty,
+            "a number from -2 to 2",
         )
         _require(
             _in_range(self.repetition_penalty, 0, 100) and self.repetition_penalty > 0,
@@ -119,7 +131,7 @@ class SamplingParams:
         )  # fmt: skip
         _require(
             self.max_draft is None or (_is_int(self.max_draft) and self.max_draft >= 0),
-            "max_draft", self.max_draft, "None or an integer of at least 0 (0 switches speculation off for the request)",
+            "max_draft", self.max_draft, "None or an integer of at least 0 (0 is no speculation for this request)",
         )  # fmt: skip
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in ids))
@@ -132,7 +144,9 @@ class SamplingParams:
         expected = "a mapping from token id to a number from -100 to 100"
         _require(isinstance(bias, Mapping), "logit_bias", bias, expected)
         for token, value in bias.items():
-            _require(_is_int(token) and token >= 0 and _in_range(value, -100, 100), "logit_bias", {token: value}, expected)
+            _require(
+                _is_int(token) and token >= 0 and _in_range(value, -100, 100), "logit_bias", {token: value}, expected
+            )
         return MappingProxyType({int(token): float(value) for token, value in bias.items()}) if bias else None
 
     @property
@@ -230,8 +244,8 @@ class PageWrites:
 class StepPlan:
     """One step, complete: who runs, which rows, how many tokens each drafts. All arrays are [B] and in one order.
 
-    The target computes the rows of positions start … start + num_rows - 1, and, where that reaches the end of the context
-    (`samples`), the drafted tokens behind them. The draft first computes draft_rows context tokens from
+    The target computes the rows of positions start … start + num_rows - 1, and, where that reaches the end of the
+    context (`samples`), the drafted tokens behind them. The draft first computes draft_rows context tokens from
     draft_start on (1 or 2 in steady state, more to catch up), then drafts `lengths` tokens.
     """
 

@@ -1,5 +1,17 @@
-"""Tiny models gain nothing from threads and lose much to their barriers, most of all on a busy machine."""
+"""What all tests share."""
 
+import pytest
 import torch
 
+# Tiny models gain nothing from threads and lose much to their barriers, most of all on a busy machine.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A small checkpoint with a tokenizer."""
+    from tests.checkpoint import write_checkpoint  # imports transformers: seconds that most tests need not wait
+
+    path = tmp_path_factory.mktemp("model")
+    write_checkpoint(path)
+    return path

@@ -1,8 +1,9 @@
 """A torch-free executor that remembers what every KV slot holds, and complains when a plan reads anything else.
 
-Each row "computes" the hash of its prefix and writes it to its page, as a model would write keys and values. Before a row is computed, every
-earlier position must hold the hash of the right prefix: a page that was freed too early, shared too late or published with refused
-drafts shows at once. The next token is a function of prefix and seed, as exact sampling is, so the right output of every request is known.
+Each row "computes" the hash of its prefix and writes it to its page, as a model would write keys and values. Before a
+row is computed, every earlier position must hold the hash of the right prefix: a page that was freed too early, shared
+too late or published with refused drafts shows at once. The next token is a function of prefix and seed, as exact
+sampling is, so the right output of every request is known.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class _Memory:
             prefix = prefix_hash(prefix, int(token))
             page, offset = self.table[slot, position // self.page_size], position % self.page_size
             if position < start:
-                assert self.held[page, offset] == prefix, f"slot {slot} position {position}: page {page} holds other tokens"
+                assert self.held[page, offset] == prefix, f"slot {slot}, {position}: page {page} is wrong"
             else:
                 self.held[page, offset] = prefix
         return prefix
@@ -70,7 +71,9 @@ class _Memory:
 class OracleExecutor:
     """Drafts are right with probability `agreement`, from a seeded generator."""
 
-    def __init__(self, limits: Limits, target: PagePool, draft: PagePool | None, agreement: float, seed: int = 0) -> None:
+    def __init__(
+        self, limits: Limits, target: PagePool, draft: PagePool | None, agreement: float, seed: int = 0
+    ) -> None:
         def memory(pool: PagePool) -> _Memory:
             return _Memory(pool.num_pages, pool.page_size, limits.max_running, limits.max_model_len)
 

@@ -22,7 +22,7 @@ from tests.tiny import CONFIGS, VOCABULARY, make_draft, make_model
 PARAMS = {
     "greedy": SamplingParams(max_tokens=24),
     "greedy with end token ignored": SamplingParams(max_tokens=30, ignore_eos=True),
-    "penalised greedy": SamplingParams(max_tokens=24, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.3),
+    "penalised": SamplingParams(max_tokens=24, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.3),
     "biased": SamplingParams(max_tokens=16, logit_bias={5: 4.0, 7: -100.0}),
     "sampled": SamplingParams(max_tokens=28, temperature=1.0, ignore_eos=True),
     "hot": SamplingParams(max_tokens=20, temperature=1.7),
@@ -69,9 +69,7 @@ class Outcome:
     @property
     def total(self) -> Stats:
         each = self.stats.values()
-        return Stats(
-            *(sum(getattr(s, name) for s in each) for name in ("drafted", "verified", "accepted", "steps"))
-        )
+        return Stats(*(sum(getattr(s, name) for s in each) for name in ("drafted", "verified", "accepted", "steps")))
 
 
 def serve(engine: Engine, requests, arrivals=None, cancels=None) -> Outcome:
@@ -125,7 +123,12 @@ def pair(request):
     return target, make_draft(target), requests, reference(target, requests)
 
 
-POLICIES = {"fixed:1": lambda: Fixed(1), "fixed:4": lambda: Fixed(4), "fixed:9": lambda: Fixed(9), "random": RandomLengths}
+POLICIES = {
+    "fixed:1": lambda: Fixed(1),
+    "fixed:4": lambda: Fixed(4),
+    "fixed:9": lambda: Fixed(9),
+    "random": RandomLengths,
+}
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -1,7 +1,7 @@
 """The seam between the scheduler and whatever decides draft lengths.
 
-A policy sees a frozen view of the requests that could speculate this step and answers with one length each. It never sees
-tensors, streams or clocks, so the simulator runs the same policies as the GPU.
+A policy sees a frozen view of the requests that could speculate this step and answers with one length each. It never
+sees tensors, streams or clocks, so the simulator runs the same policies as the GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class BatchView:
 
     slots: IntArray  # where a request sits for as long as it runs
     num_tokens: IntArray  # context
-    lag: IntArray  # context tokens the draft has yet to compute: 1 or 2 where it kept up, 0 where there is no draft model
+    lag: IntArray  # context tokens the draft has yet to compute: 1 or 2 where it kept up, 0 without a draft model
     limit: IntArray  # the most this request may draft: max_draft, and what it may still emit
     drafted: IntArray  # tokens drafted for it so far
     accepted: IntArray  # and accepted

@@ -42,7 +42,7 @@ class LoadedPair:
 
 
 def load_pair(model: str | Transformer | None, draft: Draft, options: EngineOptions) -> LoadedPair:
-    """A target and its draft by folder or hub name, found, checked and loaded; or as they are, where already in memory."""
+    """A target and its draft by folder or hub name: found, checked, loaded. Models in memory are taken as they are."""
     options.make_policy(has_draft=draft is not None)
     if model is None:
         raise ConfigError('no model given: name a Hugging Face folder or a hub name, e.g. LLM("org/name")')

@@ -64,7 +64,10 @@ class CpuAttention:
         self._scale = config.head_dim**-0.5
         self._cache = cache
         positions = torch.from_numpy(rows.positions)
-        self._cos, self._sin = model.cos[positions].unsqueeze(1), model.sin[positions].unsqueeze(1)  # [R, 1, head_dim // 2]
+        self._cos, self._sin = (
+            model.cos[positions].unsqueeze(1),
+            model.sin[positions].unsqueeze(1),
+        )  # [R, 1, head_dim // 2]
         size = cache.page_size
         pages = table[rows.owners, rows.positions // size]
         self._written = torch.from_numpy(pages * size + rows.positions % size)  # [R]
@@ -146,7 +149,9 @@ def _make_group(
         rows=picked,
         real=None if real.all() else torch.from_numpy(np.flatnonzero(real)),
         real_rows=picked if real.all() else torch.from_numpy(taken[real.reshape(-1)]),
-        pages=torch.from_numpy(table[rows.slots[members], :num_pages].reshape(-1)),  # a short request's last ones are masked
+        pages=torch.from_numpy(
+            table[rows.slots[members], :num_pages].reshape(-1)
+        ),  # a short request's last ones are masked
         num_requests=int(members.size),
         mask=mask,
         folded=folded,

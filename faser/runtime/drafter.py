@@ -30,8 +30,8 @@ class Drafter(Protocol):
 class ModelDrafter:
     """A small model that samples with the target's noise, so that it agrees as often as it can.
 
-    Drafting is ragged: a request leaves the batch at its own length. The first forward also computes the context the draft
-    lags behind by, for requests that will not draft yet as well.
+    Drafting is ragged: a request leaves the batch at its own length. The first forward also computes the context the
+    draft lags behind by, for requests that will not draft yet as well.
     """
 
     def __init__(self, runner: ModelRunner, sampler: Sampler, history: torch.Tensor, target_vocab_size: int) -> None:

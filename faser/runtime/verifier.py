@@ -58,7 +58,9 @@ class Verifier:
         return seconds
 
 
-def _leading_matches(said: IntArray, drafted: IntArray, offsets: IntArray, judged: IntArray, starts: IntArray) -> IntArray:
+def _leading_matches(
+    said: IntArray, drafted: IntArray, offsets: IntArray, judged: IntArray, starts: IntArray
+) -> IntArray:
     """How many drafted tokens agree before the first that does not; a request's last row judges no draft. [S]"""
     is_draft = offsets < np.repeat(judged - 1, judged)
     agrees = is_draft & (said == drafted)

@@ -1,0 +1,42 @@
+"""The wall around torch: what plans, decides and counts must run where torch is not installed."""
+
+import subprocess
+import sys
+
+import pytest
+
+FREE = [
+    "faser", "faser.types", "faser.errors", "faser.pages", "faser.scheduler", "faser.engine", "faser.stats",
+    "faser.policy", "faser.config", "faser.cli", "faser.text", "faser.ngram", "faser.progress", "faser.models.config",
+]  # fmt: skip
+
+BLOCK = """
+import sys
+class Wall:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked!r}:
+            raise ImportError(name + " is behind the wall")
+sys.meta_path.insert(0, Wall())
+"""
+
+
+def run(code: str, blocked: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    script = BLOCK.format(blocked=blocked) + code
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("module", FREE)
+def test_the_module_imports_without_torch(module):
+    done = run(f"import {module}", ("torch", "transformers", "safetensors", "huggingface_hub"))
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_wall_works():
+    assert run("import faser.llm", ("torch",)).returncode != 0
+
+
+def test_help_needs_no_library_at_all():
+    code = "import faser.cli; faser.cli.main(['generate', '--help'])"
+    done = run(code, ("torch", "numpy", "tokenizers", "rich", "safetensors", "huggingface_hub"))
+    assert done.returncode == 0, done.stderr
+    assert "--policy" in done.stdout
