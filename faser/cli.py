@@ -93,7 +93,11 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    from faser.errors import ConfigError
     from faser.types import SamplingParams
+
+    if args.logprobs is not None and not args.json:
+        raise ConfigError("--logprobs has nowhere to go without --json; add it")
 
     params = SamplingParams(
         max_tokens=args.max_tokens,
@@ -116,8 +120,10 @@ def _generate(args: argparse.Namespace) -> int:
         outputs = llm.generate(prompts, params)
         for number, output in enumerate(outputs):
             print(_as_json(output) if args.json else _as_text(prompts[number], output, len(prompts) > 1))
+            if output.error is not None:
+                print(f"faser: prompt {number + 1} failed: {output.error}", file=sys.stderr)
         print(_summary(llm), file=sys.stderr)
-    return 0
+    return int(any(output.error is not None for output in outputs))
 
 
 def _make_llm(args: argparse.Namespace) -> LLM:
@@ -133,9 +139,19 @@ def _make_llm(args: argparse.Namespace) -> LLM:
         max_running=args.max_running,
         max_batch_tokens=args.max_batch_tokens,
         page_size=args.page_size,
-        kv_memory=None if args.kv_memory is None else int(args.kv_memory * 2**30),
+        kv_memory=_bytes(args.kv_memory),
         prefix_caching=not args.no_prefix_caching,
     )
+
+
+def _bytes(gibibytes: float | None) -> int | None:
+    if gibibytes is None:
+        return None
+    if not 0 < gibibytes < float("inf"):
+        from faser.errors import ConfigError
+
+        raise ConfigError(f"--kv-memory {gibibytes}: expected gibibytes above 0")
+    return max(1, int(gibibytes * 2**30))
 
 
 def _as_text(prompt: str, output: RequestOutput, named: bool) -> str:

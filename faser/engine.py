@@ -54,7 +54,7 @@ class Engine:
         planned = self._clock()
         result = self.executor.execute(plan)
         progress = self.scheduler.commit(plan, result)
-        self.stats.record(plan, result, planned - started, self._clock() - started)
+        self.stats.record(plan, result, progress, planned - started, self._clock() - started)
         return progress
 
     def abandon(self, reason: FinishReason = FinishReason.FAILED) -> list[Progress]:

@@ -91,10 +91,11 @@ class LLM:
         return self._open_engine()
 
     def close(self) -> None:
-        """Free the models. Closing twice is fine."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        """Free the models, after the call to `generate` that may be running. Closing twice is fine."""
+        with self._lock:
+            if self._engine is not None:
+                self._engine.close()
+                self._engine = None
 
     def __enter__(self) -> LLM:
         return self
@@ -111,9 +112,10 @@ class LLM:
         self._num_requests += 1
         token_ids = self._token_ids(prompt)
         vocab_size = self._config.vocab_size
-        biased = [token for token in params.logit_bias or () if token >= vocab_size]
-        if biased:
-            raise InvalidRequest(f"logit_bias names token {biased[0]}; the model has {vocab_size} tokens, from 0")
+        for name, named in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
+            unknown = [token for token in named if token >= vocab_size]
+            if unknown:
+                raise InvalidRequest(f"{name} names token {unknown[0]}; the model has {vocab_size} tokens, from 0")
         end_ids = () if params.ignore_eos else self._config.eos_token_ids
         return Request(
             id=str(self._num_requests),
@@ -158,6 +160,7 @@ class LLM:
             finish_reason=finish.reason,
             logprobs=logprobs if request.params.logprobs is not None else None,
             stats=finish.stats,
+            error=finish.error,
         )
 
 

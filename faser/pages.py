@@ -100,14 +100,15 @@ class PagePool:
             else:
                 self._push(np.array([page]))
 
+    def find(self, hashes: Sequence[bytes]) -> tuple[int, int]:
+        """How many pages `match` would take, and how many of these are idle now."""
+        pages = self._published_run(hashes)
+        return len(pages), sum(page in self._idle for page in pages)
+
     def match(self, slot: int, hashes: Sequence[bytes]) -> int:
         """Take the longest published run of `hashes` into an empty slot; returns how many pages that was."""
-        pages: list[int] = []
-        for name in hashes:
-            page = self._published.get(name)
-            if page is None:
-                break
-            pages.append(page)
+        pages = self._published_run(hashes)
+        for page in pages:
             self._idle.pop(page, None)
         if pages:
             taken = np.array(pages)
@@ -150,6 +151,15 @@ class PagePool:
         found = [text for text, wrong in problems.items() if wrong]
         if found:
             raise EngineError(f"KV page accounting is broken ({self.num_pages} pages): {'; '.join(found)}")
+
+    def _published_run(self, hashes: Sequence[bytes]) -> list[int]:
+        pages: list[int] = []
+        for name in hashes:
+            page = self._published.get(name)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
 
     def _take(self, total: int) -> IntArray:
         while self._num_free < total:

@@ -52,6 +52,7 @@ class Limits:
     max_running: int  # slots
     max_batch_tokens: int  # rows of one step
     max_model_len: int  # tokens of one request, prompt and output
+    draft_max_len: int | None = None  # tokens of a context the draft can see; a longer one is served without drafts
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_running <= self.max_batch_tokens:
@@ -186,12 +187,16 @@ class Scheduler:
         self._verified[slots] += result.num_verified
         self._accepted[slots] += result.num_accepted
         self._steps[slots] += samples
+        for index, reason in result.failures.items():
+            self._fail(int(slots[index]), reason)
         self._publish_prompts(slots)
-        self._ended += [self._drop(entry, FinishReason.CANCELLED) for entry in self._cancelling]
+        for entry in self._cancelling:
+            if entry.request.id in self._entries:
+                self._ended.append(self._drop(entry, FinishReason.CANCELLED))
         self._cancelling = []
-        progress = self._collect(slots, emitted, result)
+        self._collect(slots, emitted, result)
         self._give_back_lookahead()
-        return progress
+        return self.take_ended()
 
     def abandon(self, reason: FinishReason) -> list[Progress]:
         """End every open request, whatever state a failed step left it in."""
@@ -240,6 +245,13 @@ class Scheduler:
             self._waiting.remove(entry)
         return self._close(entry, Finish(reason, stats))
 
+    def _fail(self, slot: int, reason: str) -> None:
+        """End a request whose step went wrong. Nothing it computed is offered to others."""
+        entry = self._entry(slot)
+        finish = Finish(FinishReason.FAILED, self._stats(entry), error=reason)
+        self._vacate(entry, publish=False)
+        self._ended.append(self._close(entry, finish))
+
     def _close(
         self, entry: _Entry, finish: Finish, new: list[int] | None = None, logprobs: list[TokenLogprobs] | None = None
     ) -> Progress:
@@ -249,10 +261,10 @@ class Scheduler:
             finish = replace(finish, text=entry.checker.text)
         return Progress(entry.request.id, new or [], logprobs, finish)
 
-    def _vacate(self, entry: _Entry) -> None:
+    def _vacate(self, entry: _Entry, publish: bool = True) -> None:
         """Take a running request out of its slot and give back its pages."""
         slot = entry.slot
-        if self._caching:
+        if self._caching and publish:
             self._publish(slot, self.limits.max_model_len)
         self.target_pages.release(slot)
         if self.draft_pages is not None:
@@ -270,14 +282,14 @@ class Scheduler:
         entry.slot = -1
 
     def _stats(self, entry: _Entry) -> Stats:
-        slot, before = entry.slot, entry.stats
+        slot = entry.slot
         if slot < 0:
-            return before
+            return entry.stats
         return Stats(
-            drafted=before.drafted + int(self._drafted[slot]),
-            verified=before.verified + int(self._verified[slot]),
-            accepted=before.accepted + int(self._accepted[slot]),
-            steps=before.steps + int(self._steps[slot]),
+            drafted=int(self._drafted[slot]),
+            verified=int(self._verified[slot]),
+            accepted=int(self._accepted[slot]),
+            steps=int(self._steps[slot]),
         )
 
     # ── planning: running requests first ─────────────────────────────────────────────────────────────────────────────
@@ -322,19 +334,21 @@ class Scheduler:
 
         Returns how many tokens the cached ones hold, or None where pages are short.
 
-        Unless nothing else runs, one page per running request must stay available, or the next step may preempt again.
+        One page for each running request must stay available as well, or a next step would soon preempt.
         """
         pool, num_tokens = self.target_pages, entry.token_ids.size
-        matched = 0
+        found: list[bytes] = []
+        num_idle = 0
         if self._caching:
             self._extend_hashes(entry, entry.token_ids, num_tokens)
-            matched = pool.match(slot, entry.hashes[: (num_tokens - 1) // pool.page_size])
-        missing = pool.pages_for(num_tokens) - matched
-        if missing + self.num_running > pool.num_available:
-            pool.release(slot)
+            matched, num_idle = pool.find(entry.hashes[: (num_tokens - 1) // pool.page_size])
+            found = entry.hashes[:matched]
+        missing = pool.pages_for(num_tokens) - len(found)
+        if missing + self.num_running > pool.num_available - num_idle:
             return None
+        pool.match(slot, found)
         pool.reserve(np.array([slot]), np.array([num_tokens]))
-        return matched * pool.page_size
+        return len(found) * pool.page_size
 
     def _occupy(self, entry: _Entry, slot: int, num_computed: int) -> None:
         request, num_tokens = entry.request, entry.token_ids.size
@@ -350,7 +364,8 @@ class Scheduler:
         self._max_draft[slot] = (
             MAX_LENGTH if request.params.max_draft is None else min(request.params.max_draft, MAX_LENGTH)
         )
-        self._drafted[slot] = self._verified[slot] = self._accepted[slot] = self._steps[slot] = 0
+        self._drafted[slot], self._verified[slot] = entry.stats.drafted, entry.stats.verified
+        self._accepted[slot], self._steps[slot] = entry.stats.accepted, entry.stats.steps
         self._watched[slot] = entry.checker is not None or request.params.logprobs is not None
         for stop_id in request.stop_ids:
             self._stop_ids[stop_id] = self._stop_ids.get(stop_id, 0) + 1
@@ -373,7 +388,9 @@ class Scheduler:
         lengths = np.zeros(slots.size, dtype=np.int64)
         draft_rows = np.zeros(slots.size, dtype=np.int64)
         if self._speculates and decoding.any():
-            lengths[decoding], draft_rows[decoding] = self._plan_drafts(slots[decoding], int(pending[~decoding].sum()))
+            num_decoding = int(decoding.sum())
+            num_prefill_rows = min(int(pending[~decoding].sum()), self.limits.max_batch_tokens - num_decoding)
+            lengths[decoding], draft_rows[decoding] = self._plan_drafts(slots[decoding], num_prefill_rows)
         num_rows = self._share_rows(pending, decoding, lengths)
         runs = num_rows > 0
         if not runs.all():
@@ -415,6 +432,8 @@ class Scheduler:
     def _ask_policy(self, slots: IntArray, num_prefill_rows: int) -> IntArray:
         num_tokens = self._num_tokens[slots]
         limit = np.minimum(self._max_draft[slots], self._end[slots] - num_tokens - 1)
+        if self.limits.draft_max_len is not None:
+            limit = np.clip(self.limits.draft_max_len + 1 - num_tokens, 0, limit)
         lag = num_tokens - self._draft_computed[slots] if self.draft_pages is not None else np.zeros_like(slots)
         view = BatchView(
             slots=slots,
@@ -427,9 +446,10 @@ class Scheduler:
             num_waiting=self.num_waiting,
         )
         lengths = np.asarray(self.policy.lengths(view))
-        if lengths.shape != slots.shape or (lengths < 0).any():
+        whole = np.issubdtype(lengths.dtype, np.integer)
+        if not whole or lengths.shape != slots.shape or (lengths < 0).any():
             raise EngineError(
-                f"policy {self.policy.name!r} gave {lengths!r}; expected {slots.size} lengths of at least 0"
+                f"policy {self.policy.name!r} gave {lengths!r}; expected {slots.size} integers of at least 0"
             )
         capped: IntArray = np.minimum(lengths, limit)
         return capped
@@ -437,7 +457,7 @@ class Scheduler:
     def _fit_rows(self, lengths: IntArray, num_decoding: int, num_prefill_rows: int) -> IntArray:
         """Cap lengths to the row budget. Speculation leaves prefills a quarter of it, so arrivals are never starved."""
         budget = self.limits.max_batch_tokens
-        room = max(0, budget - num_decoding - min(num_prefill_rows, budget // 4))
+        room = max(0, budget - num_decoding - min(num_prefill_rows, max(1, budget // 4)))
         cap = int(lengths.max())
         while lengths.sum() > room:
             cap -= 1
@@ -461,10 +481,25 @@ class Scheduler:
         needed = np.where(rows > 0, self._draft_computed[slots] + rows + np.maximum(lengths - 1, 0), 0)
         if not self.draft_pages.reserve(slots, needed):
             self._reclaim_drafts(slots[rows == 0])
-            for i in np.flatnonzero(rows).tolist():
-                if not self.draft_pages.reserve(slots[i : i + 1], needed[i : i + 1]):
-                    lengths[i] = rows[i] = 0
+            granted = self._grant_drafts(slots, rows, needed)
+            lengths, rows = np.where(granted, lengths, 0), np.where(granted, rows, 0)
         return lengths, rows
+
+    def _grant_drafts(self, slots: IntArray, rows: IntArray, needed: IntArray) -> NDArray[np.bool_]:
+        """Draft pages for the oldest that want them; the newest give theirs up, so that somebody always gets done."""
+        assert self.draft_pages is not None
+        granted = np.zeros(slots.size, dtype=np.bool_)
+        wanting = np.flatnonzero(rows).tolist()
+        while wanting:
+            oldest = wanting.pop(0)
+            while not self.draft_pages.reserve(slots[oldest : oldest + 1], needed[oldest : oldest + 1]):
+                if not wanting:
+                    self._reclaim_drafts(slots[oldest : oldest + 1])
+                    return granted
+                newest = wanting.pop()
+                self._reclaim_drafts(slots[newest : newest + 1])
+            granted[oldest] = True
+        return granted
 
     def _share_catch_up(self, rows: IntArray) -> IntArray:
         """Cut the draft's rows to the step's budget; those that kept up come first and wait for no long catch-up."""
@@ -490,6 +525,8 @@ class Scheduler:
         """Take the draft's pages from requests that do not speculate now; they catch up if they ever do again."""
         assert self.draft_pages is not None
         for slot in slots[self.draft_pages.count[slots] > 0].tolist():
+            if self._caching:
+                self._publish(slot, self.limits.max_model_len)
             self.draft_pages.release(slot)
             self._draft_computed[slot] = self._draft_published[slot] = 0
 
@@ -510,7 +547,8 @@ class Scheduler:
         if self.draft_pages is not None:
             lacks |= (self._draft_published[slots] < prompt) & (self._draft_computed[slots] > 0)
         for i in np.flatnonzero(lacks).tolist():
-            self._publish(int(slots[i]), int(prompt[i]))
+            if self._at[slots[i]] is not None:  # a failed one has left, and publishes nothing
+                self._publish(int(slots[i]), int(prompt[i]))
 
     def _publish(self, slot: int, most: int) -> None:
         """Publish a slot's first pages, `most` at most. Rows beyond num_computed may hold refused drafts: never."""
@@ -532,15 +570,18 @@ class Scheduler:
             previous = entry.hashes[-1] if entry.hashes else b""
             entry.hashes.append(page_hash(previous, tokens[column * size : (column + 1) * size]))
 
-    def _collect(self, slots: IntArray, emitted: IntArray, result: StepResult) -> list[Progress]:
-        """Hand out tokens; look closely only at requests that may end here or asked for more than tokens."""
+    def _collect(self, slots: IntArray, emitted: IntArray, result: StepResult) -> None:
+        """Hand out tokens; look closely only at requests that may end here or asked for more than tokens.
+
+        What is handed out is kept in `_ended` until the step is whole, so that no end is lost if it is not.
+        """
         ends: NDArray[np.bool_] = (self._num_tokens[slots] >= self._end[slots]) | self._watched[slots]
         cu_emitted = np.concatenate(([0], np.cumsum(emitted)))
         if self._stop_array.size:
             hits = np.flatnonzero(np.isin(result.token_ids, self._stop_array))
             ends[np.searchsorted(cu_emitted, hits, side="right") - 1] = True
         tokens, bounds, close = result.token_ids.tolist(), cu_emitted.tolist(), ends.tolist()
-        progress = self.take_ended()
+        progress = self._ended
         for i, slot in enumerate(slots.tolist()):
             entry = self._at[slot]
             new = tokens[bounds[i] : bounds[i + 1]]
@@ -550,7 +591,6 @@ class Scheduler:
                 progress.append(self._examine(entry, new, result.logprobs.get(i)))
             else:
                 progress.append(Progress(entry.request.id, new, None, None))
-        return progress
 
     def _examine(self, entry: _Entry, new: list[int], logprobs: list[TokenLogprobs] | None) -> Progress:
         """Cut a request's new tokens at its first stop, if any: the tokens behind it are as if never made."""
@@ -563,6 +603,7 @@ class Scheduler:
             elif entry.checker is not None and entry.checker.push(token):
                 reason = FinishReason.STOP
             if reason is not None:
+                self._accepted[entry.slot] -= len(new) - (i + 1)
                 new = new[: i + 1]
                 break
         if reason is None and num_output + len(new) >= request.params.max_tokens:

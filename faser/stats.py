@@ -5,11 +5,12 @@ Tokens are counted as they are emitted, never as stream chunks. Seconds are thos
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from faser.types import IntArray, StepPlan, StepResult
+from faser.types import IntArray, Progress, StepPlan, StepResult
 
 
 @dataclass
@@ -21,7 +22,7 @@ class EngineStats:
     drafted: int = 0
     verified: int = 0
     accepted: int = 0
-    prefill_rows: int = 0
+    context_rows: int = 0  # rows of context the target computed, drafts not counted
     plan_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -30,13 +31,21 @@ class EngineStats:
     verified_per_position: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     accepted_per_position: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
-    def record(self, plan: StepPlan, result: StepResult, plan_seconds: float, step_seconds: float) -> None:
+    def record(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        progress: Iterable[Progress],
+        plan_seconds: float,
+        step_seconds: float,
+    ) -> None:
+        """Count a step. Emitted are the tokens handed out; accepted, for the draft's sake, also those behind a stop."""
         self.steps += 1
-        self.emitted += int(result.token_ids.size)
+        self.emitted += sum(len(item.token_ids) for item in progress)
         self.drafted += int(result.num_drafted.sum())
         self.verified += int(result.num_verified.sum())
         self.accepted += int(result.num_accepted.sum())
-        self.prefill_rows += int(plan.num_rows[plan.num_rows > 1].sum())
+        self.context_rows += int(plan.num_rows.sum())
         self.plan_seconds += plan_seconds
         self.draft_seconds += result.seconds.draft
         self.verify_seconds += result.seconds.verify

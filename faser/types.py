@@ -169,8 +169,8 @@ class Stats:
 
     drafted: int = 0
     verified: int = 0
-    accepted: int = 0
-    steps: int = 0  # steps that emitted tokens
+    accepted: int = 0  # and kept: tokens behind a stop do not count
+    steps: int = 0  # steps that emitted tokens, so that accepted + steps is the number of tokens
 
     @property
     def pruned(self) -> int:
@@ -187,6 +187,7 @@ class RequestOutput:
     finish_reason: FinishReason
     logprobs: list[TokenLogprobs] | None = None
     stats: Stats = field(default_factory=Stats)
+    error: str | None = None  # why, where finish_reason is FAILED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +208,7 @@ class Finish:
     reason: FinishReason
     stats: Stats
     stop_id: int | None = None  # the token that ended it, where one did; it is not part of the text
+    error: str | None = None  # why it failed, where it did
     text: str | None = None  # set only where stop strings were looked for: the text before the one found
 
 
@@ -288,4 +290,7 @@ class StepResult:
     num_accepted: IntArray
     token_ids: IntArray
     logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)  # by index in the plan
+    failures: Mapping[int, str] = field(
+        default_factory=dict
+    )  # by index in the plan: a request that cannot go on, and why
     seconds: StepSeconds = StepSeconds()

@@ -173,8 +173,9 @@ class World:
         max_model_len: int = 64,
         agreement: float = 0.6,
         caching: bool = True,
+        draft_max_len: int | None = None,
     ) -> None:
-        self.limits = Limits(max_running, max_batch_tokens, max_model_len)
+        self.limits = Limits(max_running, max_batch_tokens, max_model_len, draft_max_len)
         self.target = PagePool(num_pages, page_size, max_running, max_model_len, caching)
         self.draft = (
             PagePool(num_draft_pages, page_size, max_running, max_model_len, caching)

@@ -121,7 +121,8 @@ def test_logprobs_are_reported_for_every_token(llm):
         ("", None, InvalidRequest, "no token"),
         ([[1]], SamplingParams(max_tokens=128), RequestTooLong, "= 129.*takes 128"),
         ([[1], [2]], [SamplingParams()], InvalidRequest, "1 sampling parameters for 2 prompts"),
-        ([[1]], SamplingParams(logit_bias={400: 1}), InvalidRequest, "400.*320"),
+        ([[1]], SamplingParams(logit_bias={400: 1}), InvalidRequest, "logit_bias.*400.*320"),
+        ([[1]], SamplingParams(stop_token_ids=[400]), InvalidRequest, "stop_token_ids.*400.*320"),
     ],
 )
 def test_bad_input_is_refused_with_a_reason_and_the_next_call_works(llm, prompts, params, error, says):
@@ -149,9 +150,10 @@ def test_text_and_stop_strings_need_a_tokenizer():
         ({"policy": "fixed:99"}, "0 to 32"),
         ({"device": "tpu"}, "expected one of auto, cpu"),
         ({"dtype": "int4"}, "int4"),
+        ({"dtype": "bfloat16"}, "in memory is torch.float32"),
         ({"max_running": 0}, "max_running=0"),
         ({"max_running": 9, "max_batch_tokens": 8}, "exceeds max_batch_tokens"),
-        ({"max_model_len": 4096}, "the models know 128"),
+        ({"max_model_len": 4096}, "the model knows 128"),
         ({"kv_memory": 10}, "one page of 16 tokens"),
         ({"kv_memory": 10, "num_pages": 3}, "give one of them"),
     ],

@@ -1,5 +1,7 @@
 """The scheduler against an executor that knows what every page must hold (tests/oracle.py). No torch."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -73,6 +75,97 @@ def test_max_draft_caps_one_request_and_zero_opts_it_out():
     assert world.finished["0"].finish.stats.drafted == 0
     first = next(plan for plan in world.plans if plan.lengths.any())
     assert first.lengths.tolist() == [0, 2, 5]
+
+
+def test_a_draft_that_kept_up_computes_one_or_two_rows_a_step():
+    for agreement, most in ((1.0, 2), (0.0, 1)):
+        world = World(Fixed(3), agreement=agreement)
+        world.add(make_request("a", [1, 2, 1], 40))
+        world.drain()
+        rows = [int(plan.draft_rows[0]) for plan in world.plans if plan.lengths[0] > 0]
+        assert set(rows[1:]) == {most}
+
+
+def test_a_preempted_request_comes_back_before_those_that_never_ran():
+    world = World(Fixed(0), num_pages=16, max_running=4)
+    for i in range(7):
+        world.add(make_request(str(i), [i % 3] * 5, 30))
+    world.drain()
+    assert world.scheduler.num_preemptions > 0
+    assert list(world.finished) == sorted(world.finished)
+
+
+def test_a_draft_pool_for_one_still_lets_one_finish_catching_up():
+    world = World(Fixed(2), num_draft_pages=14, max_batch_tokens=12, caching=False)
+    for name in "ab":
+        world.add(make_request(name, [1] * 20, 30))
+    world.drain()
+    drafted = [world.finished[name].finish.stats.drafted for name in "ab"]
+    assert drafted[0] >= 15, "the oldest gets its pages"
+
+
+def test_a_context_longer_than_the_draft_can_see_is_served_without_drafts():
+    world = World(Fixed(3), draft_max_len=16)
+    request = make_request("a", [1, 2, 1], 40)
+    world.add(request)
+    world.drain()
+    assert_exact(world, request)
+    beyond = [plan for plan in world.plans if plan.num_tokens[0] > 16]
+    assert beyond
+    assert not any(plan.lengths.any() or plan.draft_rows.any() for plan in beyond)
+    assert any(plan.lengths.any() for plan in world.plans)
+
+
+def test_the_policy_is_told_the_prompt_rows_that_will_really_share_the_step():
+    class Watching(Fixed):
+        told = []  # noqa: RUF012
+
+        def lengths(self, view):
+            self.told.append(view.num_prefill_rows)
+            return super().lengths(view)
+
+    world = World(Watching(0), max_batch_tokens=8, max_model_len=128)
+    world.add(make_request("a", [1], 20))
+    world.step()
+    world.add(make_request("b", [2] * 50, 5))
+    world.step()
+    assert Watching.told[-1] == 7 == world.plans[-1].num_rows[1]
+
+
+def test_a_failed_request_is_answered_with_its_reason_and_publishes_nothing():
+    world = World(Fixed(0), max_batch_tokens=64)
+    for name in "ab":
+        world.add(make_request(name, [1] * 12 if name == "a" else [2] * 12, 5))
+    plan = world.scheduler.plan()
+    result = world.executor.execute(plan)
+    world.receive(world.scheduler.commit(plan, replace(result, failures={0: "overflow"})))
+    assert world.finished["a"].finish.reason is FinishReason.FAILED
+    assert world.finished["a"].finish.error == "overflow"
+    world.scheduler.check()
+    world.drain()
+    assert world.finished["b"].finish.reason is FinishReason.LENGTH
+    for name, prompt in (("again a", [1] * 12), ("again b", [2] * 12)):
+        world.add(make_request(name, prompt, 2))
+    world.step()
+    assert world.plans[-1].start.tolist() == [0, 8], "only the good request's pages are in the cache"
+    world.drain()
+
+
+def test_no_end_is_lost_when_a_step_breaks_half_way():
+    class Breaks:
+        text = ""
+
+        def push(self, token):
+            raise RuntimeError("bad checker")
+
+    world = World(Fixed(0))
+    world.add(make_request("ends", [1], 1))
+    world.scheduler.add(make_request("breaks", [2], 5), Breaks())
+    plan = world.scheduler.plan()
+    result = world.executor.execute(plan)
+    with pytest.raises(RuntimeError):
+        world.scheduler.commit(plan, result)
+    assert {p.request_id for p in world.scheduler.abandon(FinishReason.FAILED)} == {"ends", "breaks"}
 
 
 class OnOff:
@@ -271,7 +364,7 @@ def test_a_request_id_in_use_is_refused():
         world.scheduler.add(make_request("a", [1], 5))
 
 
-@pytest.mark.parametrize("lengths", [[1], [1, -1], [[1, 1]]])
+@pytest.mark.parametrize("lengths", [[1], [1, -1], [[1, 1]], [0.5, 1.0]])
 def test_a_policy_that_answers_nonsense_is_an_error_not_a_wrong_step(lengths):
     class Nonsense:
         name = "nonsense"

@@ -45,6 +45,7 @@ class Rope:
     beta_slow: float = 1.0  # yarn: rotations below which a frequency is fully interpolated
     truncate: bool = True  # yarn: round the bounds of the ramp to whole dimensions
     attention_factor: float = 1.0  # yarn: multiplies both tables, so every attention score by its square
+    factors: tuple[float, ...] = ()  # GGUF: one divisor per frequency, [head_dim // 2]; none where empty
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,6 +88,8 @@ def _scalar(value: float) -> Tensor:
 def _frequencies(rope: Rope, head_dim: int) -> Tensor:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / rope.theta**exponents
+    if rope.factors:
+        frequencies = frequencies / torch.tensor(rope.factors, dtype=torch.float32)
     if rope.kind == "linear":
         return frequencies / rope.factor
     if rope.kind == "llama3":

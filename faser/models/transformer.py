@@ -57,12 +57,14 @@ class Transformer:
         final_norm: Tensor,  # [hidden]
         head: Tensor,  # [vocab_size, hidden]; the embedding itself where tied
         max_positions: int | None = None,
+        vocabulary: Tensor | None = None,  # [short] the tokens the head's rows stand for, where they are not all
     ) -> None:
         self.config = config
         self.embedding = embedding
         self.layers = layers
         self.final_norm = final_norm
         self.head = head
+        self.vocabulary = vocabulary
         self.max_positions = _checked_positions(max_positions, config)
         self.cos, self.sin = rope_tables(config.rope, config.head_dim, self.max_positions, embedding.device)
 
@@ -80,6 +82,29 @@ class Transformer:
         layers = tuple(_empty_layer(config, make) for _ in range(config.num_layers))
         head = embedding if config.tie_embeddings else make.matrix(config.vocab_size, config.hidden_size)
         return cls(config, embedding, layers, make.vector(config.hidden_size), head, max_positions)
+
+    @classmethod
+    def shared(
+        cls,
+        owner: Transformer,
+        config: ModelConfig,
+        short_vocabulary: Tensor | None = None,
+        max_positions: int | None = None,
+    ) -> Transformer:
+        """A model with layers of its own, not yet written, and the embedding and head of another.
+
+        With a short vocabulary the head is a copy of those rows.
+        """
+        make = _Allocator(owner.dtype, owner.device)
+        layers = tuple(_empty_layer(config, make) for _ in range(config.num_layers))
+        head = owner.head
+        if short_vocabulary is not None:
+            short_vocabulary = short_vocabulary.to(owner.device)
+            head = make.matrix(len(short_vocabulary), config.hidden_size)
+            head.copy_(owner.head[short_vocabulary])
+        norm = make.vector(config.hidden_size)
+        positions = max_positions or owner.max_positions
+        return cls(config, owner.embedding, layers, norm, head, positions, short_vocabulary)
 
     @classmethod
     def random(
@@ -143,7 +168,10 @@ class Transformer:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden_size], out of the last layer -> [rows, vocab_size] in float32."""
+        """hidden [rows, hidden_size], out of the last layer -> [rows, vocab_size] in float32.
+
+        With a short vocabulary, one column for each of its tokens.
+        """
         normed = rms_norm(hidden, self.final_norm, self.config.norm_eps)
         return _apply_head(normed, self.head).float()
 

@@ -5,6 +5,7 @@ Everything that can be refused is refused before the first weight is loaded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +52,8 @@ def load_pair(model: str | Transformer | None, draft: Draft, options: EngineOpti
             raise ConfigError(f"the target is in memory and the draft {draft!r} is not; load it first")
         if isinstance(draft, Transformer):
             _require_same_vocabulary(model, draft)
+        if options.dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
+            raise ConfigError(f"dtype={options.dtype!r}: the model in memory is {model.dtype}; load it as you want it")
         return LoadedPair(model, draft, None)
     if isinstance(draft, Transformer):
         raise ConfigError(f"the draft is in memory and the target {model!r} is not; load it first")
@@ -64,29 +67,37 @@ def _load_folders(model: str, draft: str | None, options: EngineOptions) -> Load
     draft_config = ModelConfig.from_folder(draft_folder) if draft_folder is not None else None
     if draft_folder is not None and draft_config is not None:
         weights.check_pair(folder, draft_folder, config, draft_config)
-    max_model_len = _max_model_len(options, config, draft_config)
+    _max_model_len(options, config.max_positions)
+    device = make_device(options.device)
+    _num_pages(options, device, [(c, _dtype(options, c, device)) for c in (config, draft_config) if c is not None])
     tokenizer = Tokenizer.from_folder(folder) if (folder / weights.TOKENIZER_FILE).is_file() else None
-    target = _load("target", folder, config, options, max_model_len)
+    target = _load("target", folder, config, options)
     if draft_folder is None or draft_config is None:
         return LoadedPair(target, draft, tokenizer)
-    return LoadedPair(target, _load("draft", draft_folder, draft_config, options, max_model_len), tokenizer)
+    return LoadedPair(target, _load("draft", draft_folder, draft_config, options), tokenizer)
 
 
-def _load(role: str, folder: Path, config: ModelConfig, options: EngineOptions, max_model_len: int) -> Transformer:
-    device, _ = make_device(options.device)
-    dtype = weights.resolve_dtype(options.dtype, config, device.name)
+def _load(role: str, folder: Path, config: ModelConfig, options: EngineOptions) -> Transformer:
+    dtype = _dtype(options, config, make_device(options.device))
+    most = min(config.max_positions, options.max_model_len or config.max_positions)
     with progress_bar(f"loading the {role}", bytes_=True) as update:
-        return weights.load(folder, config, dtype, progress=update, max_positions=max_model_len)
+        return weights.load(folder, config, dtype, progress=update, max_positions=most)
+
+
+def _dtype(options: EngineOptions, config: ModelConfig, device: Device) -> torch.dtype:
+    return weights.resolve_dtype(options.dtype, config, device.name)
 
 
 def build_engine(target: Transformer, draft: Draft, options: EngineOptions) -> Engine:
     """An engine over models already in memory."""
     policy = options.make_policy(has_draft=draft is not None)
-    device, _ = make_device(options.device)
+    device = make_device(options.device)
     draft_model = draft if isinstance(draft, Transformer) else None
-    max_model_len = _max_model_len(options, target.config, draft_model.config if draft_model else None)
-    limits = Limits(options.max_running, options.max_batch_tokens, max_model_len)
-    num_pages = _num_pages(options, device, target, draft_model)
+    models = [model for model in (target, draft_model) if model is not None]
+    max_model_len = _max_model_len(options, target.max_positions)
+    draft_max_len = draft_model.max_positions if draft_model is not None else None
+    limits = Limits(options.max_running, options.max_batch_tokens, max_model_len, draft_max_len)
+    num_pages = _num_pages(options, device, [(model.config, model.dtype) for model in models])
 
     def pool() -> PagePool:
         return PagePool(num_pages, options.page_size, limits.max_running, max_model_len, options.prefix_caching)
@@ -114,24 +125,27 @@ def build_engine(target: Transformer, draft: Draft, options: EngineOptions) -> E
     return Engine(scheduler, executor)
 
 
-def _max_model_len(options: EngineOptions, target: ModelConfig, draft: ModelConfig | None) -> int:
-    """What the target knows, and the draft as well; or less, if the user says so."""
-    known = target.max_positions if draft is None else min(target.max_positions, draft.max_positions)
+def _max_model_len(options: EngineOptions, known: int) -> int:
+    """What the target knows, or less if the user says so. A draft that knows less does not draft beyond that."""
     asked = options.max_model_len
     if asked is not None and asked > known:
-        raise ConfigError(f"max_model_len={asked}: the models know {known} positions; give at most that")
+        raise ConfigError(f"max_model_len={asked}: the model knows {known} positions; give at most that")
     return asked or known
 
 
-def _num_pages(options: EngineOptions, device: Device, target: Transformer, draft: Transformer | None) -> int:
+def _num_pages(options: EngineOptions, device: Device, models: Sequence[tuple[ModelConfig, torch.dtype]]) -> int:
+    """Pages of each pool: what the memory holds, and no more than could ever be used."""
     if options.num_pages is not None:
         return options.num_pages
     budget = options.kv_memory or device.default_kv_memory()
-    page = sum(bytes_per_page(m.config, options.page_size, m.dtype) for m in (target, draft) if m is not None)
+    page = sum(bytes_per_page(config, options.page_size, dtype) for config, dtype in models)
     if budget < page:
-        raise ConfigError(f"kv_memory={budget}: one page of {options.page_size} tokens takes {page} bytes; give more")
-    most = options.max_running * -(-target.config.max_positions // options.page_size)
-    return min(budget // page, most)
+        raise ConfigError(
+            f"kv_memory of {budget / 2**30:.6f} GiB: one page of {options.page_size} tokens takes "
+            f"{page / 2**30:.6f} GiB; give more"
+        )
+    most_tokens = options.max_model_len or models[0][0].max_positions
+    return min(budget // page, options.max_running * -(-most_tokens // options.page_size))
 
 
 def _require_same_vocabulary(target: Transformer, draft: Transformer) -> None:

@@ -24,6 +24,7 @@ from faser.types import IntArray
 
 SHORT_ROWS = 16  # requests with more rows than this attend on their own
 SPARE_PAGES = 64  # padding a group may always carry; beyond it, at most half of the group's pages may be padding
+GROUP_BYTES = 3 * 2**20  # keys and values a group gathers: more would fall out of the cache before they are used
 
 
 class CpuDevice:
@@ -50,6 +51,7 @@ class _Group:
     real: torch.Tensor | None  # [R'] which of these are rows, where some are padding
     real_rows: torch.Tensor | slice  # [R'] and which rows they are
     pages: torch.Tensor  # [G * S / page_size]
+    void: torch.Tensor  # [V] of the G * S gathered entries, those that are no context: padding, or not yet written
     num_requests: int
     mask: torch.Tensor  # [G, 1, L, S], or [G, 1, heads per key head * L, S] where folded
     folded: bool
@@ -72,9 +74,9 @@ class CpuAttention:
         pages = table[rows.owners, rows.positions // size]
         self._written = torch.from_numpy(pages * size + rows.positions % size)  # [R]
         heads_per_kv = config.num_heads // config.num_kv_heads
-        self._groups = [
-            _make_group(rows, table, size, members, heads_per_kv, model.dtype) for members in _partition(rows, size)
-        ]
+        page_bytes = size * 2 * config.num_kv_heads * config.head_dim * model.dtype.itemsize
+        members_of = _partition(rows, size, max(1, GROUP_BYTES // page_bytes))
+        self._groups = [_make_group(rows, table, size, members, heads_per_kv, model.dtype) for members in members_of]
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
@@ -93,8 +95,10 @@ class CpuAttention:
         """[rows, heads, head_dim] → [G * L, heads * head_dim]"""
         num_kv, head_dim = self._num_kv_heads, query.shape[2]
         fold = self._num_heads // num_kv
-        # [G, S, 2 * kv heads, head_dim]
-        kv = pages.index_select(0, group.pages).view(group.num_requests, -1, 2 * num_kv, head_dim)
+        # [G, S, 2 * kv heads, head_dim]. Whatever lies in void entries may be another request's overflow, and a weight
+        # of zero times infinity is not zero.
+        kv = pages.index_select(0, group.pages).flatten(0, 1).index_fill_(0, group.void, 0)
+        kv = kv.view(group.num_requests, -1, 2 * num_kv, head_dim)
         key, value = kv[:, :, :num_kv].transpose(1, 2), kv[:, :, num_kv:].transpose(1, 2)
         # [G, kv heads, heads per key head, L, head_dim]
         query = query[group.rows].view(group.num_requests, -1, num_kv, fold, head_dim).permute(0, 2, 3, 1, 4)
@@ -109,8 +113,8 @@ class CpuAttention:
         return out.permute(0, 3, 1, 2, 4).reshape(-1, self._num_heads * head_dim)
 
 
-def _partition(rows: Rows, page_size: int) -> list[IntArray]:
-    """Requests that attend together: short ones of like context; each long one on its own."""
+def _partition(rows: Rows, page_size: int, most_pages: int) -> list[IntArray]:
+    """Requests that attend together: short ones of like context, `most_pages` in all; each long one on its own."""
     long = rows.counts > SHORT_ROWS
     groups = [np.array([i]) for i in np.flatnonzero(long).tolist()]
     short = np.flatnonzero(~long)
@@ -119,6 +123,8 @@ def _partition(rows: Rows, page_size: int) -> list[IntArray]:
     while short.size:
         padding = num_pages[short[0]] - num_pages[short]
         fits = (padding.cumsum() <= SPARE_PAGES) | (2 * padding <= num_pages[short[0]])
+        fits &= np.arange(1, short.size + 1) * num_pages[short[0]] <= most_pages
+        fits[0] = True
         size = short.size if fits.all() else int(np.argmin(fits))
         groups.append(np.sort(short[:size]))
         short = short[size:]
@@ -136,7 +142,8 @@ def _make_group(
     real = np.arange(num_rows) < counts[:, None]  # [G, L]
     taken = (first[:, None] + offsets).reshape(-1)
     # A row may see keys up to its own position. [G, L, S]
-    visible = np.arange(num_pages * page_size) <= (start[:, None] + offsets)[:, :, None]
+    keys = np.arange(num_pages * page_size)
+    visible = keys <= (start[:, None] + offsets)[:, :, None]
     mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(torch.from_numpy(~visible), -math.inf)
     folded = num_rows <= SHORT_ROWS
     if folded:
@@ -152,6 +159,7 @@ def _make_group(
         pages=torch.from_numpy(
             table[rows.slots[members], :num_pages].reshape(-1)
         ),  # a short request's last ones are masked
+        void=torch.from_numpy(np.flatnonzero(keys >= (start + counts)[:, None])),
         num_requests=int(members.size),
         mask=mask,
         folded=folded,

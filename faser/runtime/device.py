@@ -42,12 +42,10 @@ class Device(Protocol):
         ...
 
 
-def make_device(name: str) -> tuple[Device, str]:
-    """The device by name, and the reason it was chosen."""
+def make_device(name: str) -> Device:
+    """The device by name; auto is the CPU, the only one of this version."""
     from faser.runtime.cpu import CpuDevice
 
-    if name == "cpu":
-        return CpuDevice(), "asked for"
-    if name == "auto":
-        return CpuDevice(), "the only device of this version"
-    raise ConfigError(f"device {name!r}: expected auto or cpu; this version has no CUDA runtime yet")
+    if name not in ("auto", "cpu"):
+        raise ConfigError(f"device {name!r}: expected auto or cpu; this version has no CUDA runtime yet")
+    return CpuDevice()

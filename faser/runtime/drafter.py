@@ -61,8 +61,14 @@ class ModelDrafter:
         token_ids = np.minimum(self._history[rows.owners, rows.positions], self._runner.model.config.vocab_size - 1)
         logits = self._runner.forward(rows, torch.from_numpy(token_ids), wanted)
         if wanted.size:
-            logits = logits[:, : self._vocab_size]
-            self._history[slots, positions] = self._sampler.sample(logits, slots, positions)
+            self._history[slots, positions] = self._sampler.sample(self._spread(logits), slots, positions)
+
+    def _spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits by token id: noise, bias and penalties are. A short vocabulary proposes nothing outside itself."""
+        if self._runner.model.vocabulary is None:
+            return logits[:, : self._vocab_size]
+        whole = logits.new_full((logits.shape[0], self._vocab_size), -torch.inf)
+        return whole.index_copy_(1, self._runner.model.vocabulary, logits)
 
     def take_seconds(self) -> float:
         seconds, self._runner.seconds = self._runner.seconds, 0.0

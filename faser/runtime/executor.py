@@ -34,6 +34,7 @@ class TorchExecutor:
             num_accepted=verdict.num_accepted,
             token_ids=verdict.token_ids,
             logprobs=verdict.logprobs,
+            failures=verdict.failures,
             seconds=StepSeconds(
                 draft=self._drafter.take_seconds() if self._drafter is not None else 0.0,
                 verify=self._verifier.take_seconds(),

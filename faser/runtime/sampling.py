@@ -125,6 +125,12 @@ def _to_gumbel(hashed: UInt32Array, out: Float32Array) -> None:
     np.negative(u[: hashed.size].reshape(out.shape), out=out)
 
 
+def broken_rows(logits: torch.Tensor) -> NDArray[np.bool_]:
+    """Rows [N] that hold a NaN, or no finite best: the model overflowed there."""
+    broken: NDArray[np.bool_] = ~torch.isfinite(logits.amax(dim=-1)).cpu().numpy()
+    return broken
+
+
 # --- sampler -------------------------------------------------------------------------------------------------------
 
 
@@ -192,7 +198,12 @@ class Sampler:
         """The tokens at `positions`: logits float32 [N, V], slots and positions [N] -> [N]. Leaves `logits` as it was.
 
         V may be smaller than the vocabulary (a draft's may be): bias, penalties and bans of ids from V on are skipped.
+        A row that is no distribution (`broken_rows`) yields some token; what to do about it is the caller's business.
         """
+        broken = broken_rows(logits)
+        if broken.any():
+            logits = logits.clone()
+            logits[torch.from_numpy(broken).to(logits.device)] = 0.0
         kinds = self._kind[slots]
         adjusted = self._needs_adjusting(slots, positions)
         if not adjusted.any() and not kinds.any():
@@ -211,11 +222,14 @@ class Sampler:
         return token_ids
 
     def logprobs(self, logits: torch.Tensor, slots: IntArray, token_ids: IntArray) -> list[TokenLogprobs | None]:
-        """The model's own log-probabilities, from raw logits [N, V], for the rows whose request asked; else None."""
-        answers: list[TokenLogprobs | None] = [None] * len(slots)
+        """The model's own log-probabilities, from raw logits [N, V], for the rows whose request asked; else None.
+
+        Where nobody asked the list is empty.
+        """
         asking = np.flatnonzero(self._num_logprobs[slots] >= 0)
         if asking.size == 0:
-            return answers
+            return []
+        answers: list[TokenLogprobs | None] = [None] * len(slots)
         # [R, V]
         log_p = torch.log_softmax(logits[torch.from_numpy(asking).to(logits.device)], dim=-1).cpu().numpy()
         for row, row_log_p in zip(asking.tolist(), log_p, strict=True):

@@ -14,8 +14,10 @@ import torch
 
 from faser.runtime.batch import Rows
 from faser.runtime.runner import ModelRunner
-from faser.runtime.sampling import Sampler
+from faser.runtime.sampling import Sampler, broken_rows
 from faser.types import IntArray, StepPlan, TokenLogprobs
+
+BROKEN = "the model gave no finite logits for this request (overflow in its dtype?); try another dtype"
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Verdict:
     num_accepted: IntArray  # [B]
     token_ids: IntArray  # flat: accepted + bonus of each request that samples
     logprobs: dict[int, list[TokenLogprobs]]  # by index in the plan
+    failures: dict[int, str]  # likewise: requests the target has no next token for
 
 
 class Verifier:
@@ -42,7 +45,7 @@ class Verifier:
         logits = self._runner.forward(rows, torch.from_numpy(self._history[rows.owners, rows.positions]), wanted)
         num_accepted = np.zeros_like(num_drafted)
         if samples.size == 0:
-            return Verdict(num_accepted, np.zeros(0, dtype=np.int64), {})
+            return Verdict(num_accepted, np.zeros(0, dtype=np.int64), {}, {})
 
         slots, positions = rows.owners[wanted], rows.positions[wanted] + 1
         said = self._sampler.sample(logits, slots, positions)
@@ -51,7 +54,10 @@ class Verifier:
         self._history[slots[emitted], positions[emitted]] = said[emitted]
         num_accepted[samples] = accepted
         logprobs = self._sampler.logprobs(logits, slots, said)
-        return Verdict(num_accepted, said[emitted], _by_request(logprobs, samples, starts, accepted + 1))
+        # A broken row behind the last emitted token was computed from a refused draft and means nothing.
+        broken = np.flatnonzero(broken_rows(logits) & emitted)
+        failures = {int(i): BROKEN for i in samples[np.searchsorted(starts, broken, side="right") - 1]}
+        return Verdict(num_accepted, said[emitted], _by_request(logprobs, samples, starts, accepted + 1), failures)
 
     def take_seconds(self) -> float:
         seconds, self._runner.seconds = self._runner.seconds, 0.0

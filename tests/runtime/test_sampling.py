@@ -389,7 +389,7 @@ def test_a_released_slot_keeps_nothing_of_its_request() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 5] = 1
     assert bench.one(logits[0]) == 5
-    assert bench.sampler.logprobs(logits, np.array([0]), np.array([5])) == [None]
+    assert bench.sampler.logprobs(logits, np.array([0]), np.array([5])) == []
 
 
 # --- independence --------------------------------------------------------------------------------------------------
