@@ -74,8 +74,10 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--model", required=True, help="a Hugging Face folder or a hub name")
-    engine.add_argument("--draft", help="likewise, or ngram (prompt lookup, no model)")
+    engine.add_argument("--model", help="Hugging Face folder, hub name or GGUF file; default: SmolLM2-135M-Instruct")
+    engine.add_argument(
+        "--draft", help="likewise, or a draft patch, or ngram (prompt lookup); default: the default model's"
+    )
     engine.add_argument("--policy", help="off or fixed:K; default: fixed:4 with a draft, off without")
     engine.add_argument("--device", default="auto", help="auto or cpu")
     engine.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")

@@ -27,9 +27,10 @@ Prompt = str | Sequence[int]
 class LLM:
     """A model, or a pair, ready to generate.
 
-    model: a Hugging Face folder, a hub name, or a model in memory. draft: likewise, or "ngram" (prompt lookup, no
-    model), or None. policy: "off" or "fixed:K", or a Policy; None is fixed:4 with a draft and off without. `sizes` are
-    the further fields of faser.config.EngineOptions. The output never depends on draft, policy or sizes.
+    model: a Hugging Face folder, a hub name, a GGUF file, or a model in memory; None is the default pair. draft:
+    likewise, or a patch made by tools/distill.py, or "ngram" (prompt lookup, no model), or None. policy: "off" or
+    "fixed:K", or a Policy; None is fixed:4 with a draft and off without. `sizes` are the further fields of
+    faser.config.EngineOptions. The output never depends on draft, policy or sizes.
     """
 
     def __init__(

@@ -168,11 +168,6 @@ def test_an_unknown_option_is_not_ignored():
         LLM(make_model(), temperature=1.0)
 
 
-def test_no_model_is_a_clear_error():
-    with pytest.raises(ConfigError, match="no model given"):
-        LLM()
-
-
 def test_a_draft_with_another_tokenizer_is_refused_before_weights_are_read(folder, tmp_path):
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     write_tokenizer(tmp_path, extra=5)

@@ -19,12 +19,12 @@ from torch import Tensor
 from faser.errors import ConfigError, ModelError, UnsupportedModel
 from faser.models.config import DTYPES, ModelConfig, read_object
 from faser.models.transformer import Layer, Transformer
+from faser.text import TOKENIZER_FILE
 
 Progress = Callable[[int, int], None]  # (bytes read, bytes in all)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-TOKENIZER_FILE = "tokenizer.json"
 
 # Pages of a mapped file count as memory of the process, so a file is mapped anew after this many bytes.
 _MAPPED_BYTES = 16 << 20
@@ -44,7 +44,7 @@ def resolve(name_or_path: str | Path) -> Path:
     if name and folder.is_dir():
         return folder
     if folder.is_file():
-        raise ModelError(f"{name} is a file; expected a model folder: give the folder that holds config.json")
+        raise ModelError(f"{name} is a file and no GGUF; expected a model folder: give the one that holds config.json")
     if not _HUB_NAME.fullmatch(name) or name.startswith("."):
         raise ModelError(f"{name!r}: no such folder; expected an existing model folder or a hub name such as org/name")
     return _fetch(name)

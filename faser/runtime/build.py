@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from faser.engine import Engine
 from faser.errors import ConfigError, ModelError
 from faser.models import weights
 from faser.models.config import ModelConfig
+from faser.models.source import DEFAULT_DRAFT, PatchSource, Source, open_draft, open_target
 from faser.models.transformer import Transformer
 from faser.pages import PagePool
 from faser.progress import progress_bar
@@ -43,10 +43,13 @@ class LoadedPair:
 
 
 def load_pair(model: str | Transformer | None, draft: Draft, options: EngineOptions) -> LoadedPair:
-    """A target and its draft by folder or hub name: found, checked, loaded. Models in memory are taken as they are."""
+    """A target and its draft: found, checked, loaded. Models in memory are taken as they are.
+
+    Naming no model means the default pair; then the draft may still be another.
+    """
+    if model is None and draft is None:
+        draft = str(DEFAULT_DRAFT)
     options.make_policy(has_draft=draft is not None)
-    if model is None:
-        raise ConfigError('no model given: name a Hugging Face folder or a hub name, e.g. LLM("org/name")')
     if isinstance(model, Transformer):
         if isinstance(draft, str) and draft != NGRAM:
             raise ConfigError(f"the target is in memory and the draft {draft!r} is not; load it first")
@@ -57,31 +60,29 @@ def load_pair(model: str | Transformer | None, draft: Draft, options: EngineOpti
         return LoadedPair(model, draft, None)
     if isinstance(draft, Transformer):
         raise ConfigError(f"the draft is in memory and the target {model!r} is not; load it first")
-    return _load_folders(model, draft, options)
+    return _load_sources(model, draft, options)
 
 
-def _load_folders(model: str, draft: str | None, options: EngineOptions) -> LoadedPair:
-    folder = weights.resolve(model)
-    config = ModelConfig.from_folder(folder)
-    draft_folder = weights.resolve(draft) if draft is not None and draft != NGRAM else None
-    draft_config = ModelConfig.from_folder(draft_folder) if draft_folder is not None else None
-    if draft_folder is not None and draft_config is not None:
-        weights.check_pair(folder, draft_folder, config, draft_config)
-    _max_model_len(options, config.max_positions)
+def _load_sources(model: str | None, draft: str | None, options: EngineOptions) -> LoadedPair:
+    source = open_target(model)
+    draft_source = open_draft(draft, source) if draft is not None and draft != NGRAM else None
+    _max_model_len(options, source.config.max_positions)
     device = make_device(options.device)
-    _num_pages(options, device, [(c, _dtype(options, c, device)) for c in (config, draft_config) if c is not None])
-    tokenizer = Tokenizer.from_folder(folder) if (folder / weights.TOKENIZER_FILE).is_file() else None
-    target = _load("target", folder, config, options)
-    if draft_folder is None or draft_config is None:
+    configs = [source.config] + ([draft_source.config] if draft_source is not None else [])
+    _num_pages(options, device, [(config, _dtype(options, config, device)) for config in configs])
+    tokenizer = source.tokenizer()
+    target = _load("target", source, options, device)
+    if draft_source is None:
         return LoadedPair(target, draft, tokenizer)
-    return LoadedPair(target, _load("draft", draft_folder, draft_config, options), tokenizer)
+    if isinstance(draft_source, PatchSource):
+        return LoadedPair(target, draft_source.apply(target), tokenizer)
+    return LoadedPair(target, _load("draft", draft_source, options, device), tokenizer)
 
 
-def _load(role: str, folder: Path, config: ModelConfig, options: EngineOptions) -> Transformer:
-    dtype = _dtype(options, config, make_device(options.device))
-    most = min(config.max_positions, options.max_model_len or config.max_positions)
+def _load(role: str, source: Source, options: EngineOptions, device: Device) -> Transformer:
+    most = min(source.config.max_positions, options.max_model_len or source.config.max_positions)
     with progress_bar(f"loading the {role}", bytes_=True) as update:
-        return weights.load(folder, config, dtype, progress=update, max_positions=most)
+        return source.load(_dtype(options, source.config, device), most, update)
 
 
 def _dtype(options: EngineOptions, config: ModelConfig, device: Device) -> torch.dtype:

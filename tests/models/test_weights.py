@@ -245,9 +245,9 @@ def test_a_path_that_is_not_there_never_asks_the_hub(name: str, monkeypatch: pyt
 
 
 def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").touch()
-    with pytest.raises(ModelError, match=r"is a file; expected a model folder"):
-        weights.resolve(tmp_path / "model.gguf")
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(ModelError, match=r"is a file and no GGUF; expected a model folder"):
+        weights.resolve(tmp_path / "model.bin")
 
 
 def test_a_hub_name_is_fetched_without_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

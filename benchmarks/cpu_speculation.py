@@ -1,0 +1,106 @@
+"""Does speculation pay on a CPU? The default pair at its best fixed length against policy off.
+
+Chat prompts of Spec-Bench, greedy, batch 1 and 4, one process; runs of all settings alternate, ratios are of medians.
+A verification of k + 1 rows costs more than one row on a CPU, and a draft of k tokens costs k small forwards: both are
+printed as fractions of a plain step, so that the arithmetic behind the ratio can be read off:
+
+    ratio = tokens per step / (verification of k + 1 rows + k draft steps), all in plain steps
+
+    .venv/bin/python benchmarks/cpu_speculation.py [--prompts FILE] [--draft FILE] [--lengths 1,2,3,4] [--repeats 3]
+
+The last line is one JSON document. Every setting must give the tokens of policy off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from faser import LLM, SamplingParams
+from faser.models.source import DEFAULT_DRAFT
+
+SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+
+
+def chat_prompts(path: str, count: int) -> list[str]:
+    """An even choice over the file, so that every category is there."""
+    with lzma.open(path, "rt") if path.endswith(".xz") else open(path) as file:
+        questions = [json.loads(line)["turns"][0] for line in file]
+    short = [q for q in questions if len(q) < 1200]
+    chosen = short[:: max(1, len(short) // count)][:count]
+    return [f"{SYSTEM}<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n" for q in chosen]
+
+
+class Setting:
+    """One policy, its engine and what it measured."""
+
+    def __init__(self, name: str, draft: str | None, batch: int) -> None:
+        self.name = name
+        self.llm = LLM(None, draft, policy=name, max_running=batch, max_model_len=2048, prefix_caching=False)
+        self.rates: list[float] = []
+        self.tokens: list[list[int]] = []
+
+    def run(self, prompts: list[str], max_tokens: int) -> None:
+        started = time.perf_counter()
+        outputs = self.llm.generate(prompts, SamplingParams(max_tokens=max_tokens))
+        self.tokens = [output.token_ids for output in outputs]
+        self.rates.append(sum(map(len, self.tokens)) / (time.perf_counter() - started))
+
+    def summary(self, plain: Setting) -> dict[str, Any]:
+        stats, base = self.llm.stats, plain.llm.stats
+        plain_step = base.verify_seconds / base.steps
+        return {
+            "policy": self.name,
+            "tokens_per_s": round(statistics.median(self.rates), 2),
+            "ratio": round(statistics.median(self.rates) / statistics.median(plain.rates), 3),
+            "tokens_per_step": round(stats.emitted / stats.steps, 3),
+            "acceptance": round(stats.acceptance, 3),
+            "verify_in_plain_steps": round(stats.verify_seconds / stats.steps / plain_step, 3),
+            "draft_in_plain_steps": round(stats.draft_seconds / stats.steps / plain_step, 3),
+            "same_tokens": self.tokens == plain.tokens,
+        }
+
+
+def measure(batch: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    prompts = chat_prompts(args.prompts, args.count)
+    names = ["off", *(f"fixed:{k}" for k in args.lengths)]
+    settings = [Setting(name, args.draft, batch) for name in names]
+    for setting in settings:
+        setting.llm.generate(prompts[:1], SamplingParams(max_tokens=8))
+        setting.llm.stats.__init__()  # type: ignore[misc]
+    for _ in range(args.repeats):
+        for setting in settings:
+            setting.run(prompts, args.max_tokens)
+    results = [{"batch": batch, **setting.summary(settings[0])} for setting in settings]
+    for r in results:
+        print(
+            f"batch {batch}  {r['policy']:8} {r['tokens_per_s']:7.1f} tok/s  {r['ratio']:.2f}x  "
+            f"{r['tokens_per_step']:.2f} tokens/step  accepted {r['acceptance']:.2f}  in plain steps: verify "
+            f"{r['verify_in_plain_steps']:.2f}, draft {r['draft_in_plain_steps']:.2f}  same tokens {r['same_tokens']}",
+            flush=True,
+        )
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = Path(__file__).resolve().parents[2] / "shared" / "data" / "specbench.jsonl.xz"
+    parser.add_argument("--prompts", default=str(default), help="JSONL with `turns`")
+    parser.add_argument("--draft", default=str(DEFAULT_DRAFT), help="a draft patch, or ngram")
+    parser.add_argument("--lengths", type=lambda text: [int(k) for k in text.split(",")], default=[1, 2, 3, 4])
+    parser.add_argument("--batches", type=lambda text: [int(b) for b in text.split(",")], default=[1, 4])
+    parser.add_argument("--count", type=int, default=12, help="prompts")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    results = [line for batch in args.batches for line in measure(batch, args)]
+    print(json.dumps({"draft": Path(args.draft).name, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

