@@ -78,7 +78,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--draft", help="likewise, or a draft patch, or ngram (prompt lookup); default: the default model's"
     )
-    engine.add_argument("--policy", help="off or fixed:K; default: fixed:4 with a draft, off without")
+    engine.add_argument("--policy", help="off or fixed:K; default: fixed:1 with a draft, off without")
     engine.add_argument("--device", default="auto", help="auto or cpu")
     engine.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     engine.add_argument(

@@ -8,7 +8,7 @@ from faser.errors import ConfigError
 from faser.policy import Policy, make_policy
 
 NGRAM = "ngram"
-DEFAULT_LENGTH = 4  # of the fixed policy that a draft gets where no policy is named
+DEFAULT_LENGTH = 1  # of the fixed policy where none is named: the best on a CPU (docs/lab.md)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu")
 
@@ -17,7 +17,7 @@ DEVICES = ("auto", "cpu")
 class EngineOptions:
     """Sizes and choices that do not depend on the model. None lets FASER choose."""
 
-    policy: str | Policy | None = None  # None: fixed:4 with a draft, off without
+    policy: str | Policy | None = None  # None: fixed:1 with a draft, off without
     device: str = "auto"
     dtype: str = "auto"
     max_running: int = 64  # requests in one batch

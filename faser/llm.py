@@ -29,7 +29,7 @@ class LLM:
 
     model: a Hugging Face folder, a hub name, a GGUF file, or a model in memory; None is the default pair. draft:
     likewise, or a patch made by tools/distill.py, or "ngram" (prompt lookup, no model), or None. policy: "off" or
-    "fixed:K", or a Policy; None is fixed:4 with a draft and off without. `sizes` are the further fields of
+    "fixed:K", or a Policy; None is fixed:1 with a draft and off without. `sizes` are the further fields of
     faser.config.EngineOptions. The output never depends on draft, policy or sizes.
     """
 
