@@ -489,17 +489,17 @@ def gumbel(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
     """The sampler's noise (faser/runtime/sampling.py), computed on the device. [N], [N] → [N, num_tokens]"""
     from faser.runtime import sampling
 
-    keys = sampling._keys(seeds.cpu().numpy().astype(np.uint64), positions.cpu().numpy())
+    keys = sampling.noise_keys(seeds.cpu().numpy().astype(np.uint64), positions.cpu().numpy())
     key0, key1 = (torch.from_numpy(key.astype(np.int64)).to(seeds.device)[:, None] for key in keys)
 
     def mix(x: Tensor) -> Tensor:
-        for shift, factor in zip(sampling._SHIFT, (*sampling._MULTIPLY, 1), strict=True):
+        for shift, factor in zip(sampling.SHIFTS, (*sampling.MULTIPLIERS, 1), strict=True):
             x = ((x ^ (x >> int(shift))) * int(factor)) & 0xFFFF_FFFF
         return x
 
     steps = torch.arange(num_tokens, device=seeds.device) * int(sampling.WEYL)
     hashed = mix(mix((steps + key0) & 0xFFFF_FFFF) ^ key1)
-    uniform = ((hashed.float() + 0.5) * 2**-32).clamp(max=float(sampling._LARGEST_UNIFORM))
+    uniform = ((hashed.float() + 0.5) * 2**-32).clamp(max=float(sampling.LARGEST_UNIFORM))
     return -(-torch.log1p(-uniform)).log()
 
 

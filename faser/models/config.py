@@ -28,7 +28,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 _MIXTURES = ("Moe", "MoE", "Mixtral")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _MISTRAL_WINDOW = 4096  # what a Mistral config means when it does not mention sliding_window
-_REQUIRED: Any = object()
+REQUIRED: Any = object()
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,11 @@ class ModelConfig:
         cls, data: Mapping[str, Any], generation: Mapping[str, Any] | None = None, where: str = "config.json"
     ) -> ModelConfig:
         """Build from the contents of config.json; `generation` is generation_config.json and wins for end tokens."""
-        fields = _Fields(data, where)
+        fields = Fields(data, where)
         family = _family(fields)
         _refuse_unsupported(fields, family)
         num_heads = fields.integer("num_attention_heads")
-        kv_heads_default = num_heads if family == "llama" else _REQUIRED
+        kv_heads_default = num_heads if family == "llama" else REQUIRED
         attention_bias = family in ("llama", "qwen3") and fields.flag("attention_bias")
         config = cls(
             family=family,
@@ -109,14 +109,14 @@ class ModelConfig:
             qk_norm=family == "qwen3",
             rope=_rope(fields),
             eos_token_ids=_eos_token_ids(fields, generation),
-            bos_token_id=_optional_id(fields, "bos_token_id"),
+            bos_token_id=optional_id(fields, "bos_token_id"),
             dtype=_dtype(fields),
         )
-        _refuse_shapes(config, where)
+        refuse_shapes(config, where)
         return config
 
 
-class _Fields:
+class Fields:
     """A JSON object with typed reads, whose complaints name the file and the key."""
 
     def __init__(self, data: Mapping[str, Any], where: str) -> None:
@@ -126,14 +126,14 @@ class _Fields:
     def get(self, key: str) -> Any:
         return self.data.get(key)
 
-    def integer(self, key: str, default: Any = _REQUIRED, null: Any = _REQUIRED) -> int:
+    def integer(self, key: str, default: Any = REQUIRED, null: Any = REQUIRED) -> int:
         """A positive integer; `default` where the key is missing, `null` where its value is null."""
         value = self._value(key, default, null)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.wrong(key, value, "a positive integer")
         return value
 
-    def number(self, key: str, default: Any = _REQUIRED, null: Any = _REQUIRED) -> float:
+    def number(self, key: str, default: Any = REQUIRED, null: Any = REQUIRED) -> float:
         """A positive number; `default` and `null` as above."""
         value = self._value(key, default, null)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
@@ -154,9 +154,9 @@ class _Fields:
 
     def _value(self, key: str, default: Any, null: Any) -> Any:
         value = self.data.get(key, default)
-        if value is None and null is not _REQUIRED:
+        if value is None and null is not REQUIRED:
             return null
-        if value is _REQUIRED:
+        if value is REQUIRED:
             raise ModelError(f"{self.where}: the key {key!r} is missing; expected it in every such model's config")
         return value
 
@@ -172,7 +172,7 @@ def read_object(path: Path) -> dict[str, Any]:
     return data
 
 
-def _family(fields: _Fields) -> str:
+def _family(fields: Fields) -> str:
     architecture = _architecture(fields)
     if any(word in architecture for word in _MIXTURES) or any(fields.get(key) for key in _EXPERT_KEYS):
         raise fields.refuse(f"mixture of experts (MoE, {architecture})")
@@ -183,7 +183,7 @@ def _family(fields: _Fields) -> str:
     return FAMILIES[architecture]
 
 
-def _architecture(fields: _Fields) -> str:
+def _architecture(fields: Fields) -> str:
     names = fields.get("architectures")
     if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str):
         return names[0]
@@ -195,7 +195,7 @@ def _architecture(fields: _Fields) -> str:
     return next((name for name, family in FAMILIES.items() if family == model_type), str(model_type))
 
 
-def _refuse_unsupported(fields: _Fields, family: str) -> None:
+def _refuse_unsupported(fields: Fields, family: str) -> None:
     if fields.get("quantization_config") is not None:
         raise fields.refuse("quantization_config (quantized weights)")
     _refuse_sliding_window(fields, family)
@@ -206,7 +206,7 @@ def _refuse_unsupported(fields: _Fields, family: str) -> None:
         raise fields.refuse("mlp_bias (biases in the MLP)")
 
 
-def _refuse_sliding_window(fields: _Fields, family: str) -> None:
+def _refuse_sliding_window(fields: Fields, family: str) -> None:
     """Refuse attention that would really be windowed: a window no shorter than the context is full attention."""
     layer_types = fields.get("layer_types") or []
     if not isinstance(layer_types, list):
@@ -224,7 +224,7 @@ def _refuse_sliding_window(fields: _Fields, family: str) -> None:
         raise fields.refuse(f"sliding_window={window} (a sliding window shorter than the context)")
 
 
-def _refuse_shapes(config: ModelConfig, where: str) -> None:
+def refuse_shapes(config: ModelConfig, where: str) -> None:
     if config.num_heads % config.num_kv_heads:
         raise UnsupportedModel(
             f"{where}: num_attention_heads={config.num_heads} with num_key_value_heads={config.num_kv_heads} is not "
@@ -234,7 +234,7 @@ def _refuse_shapes(config: ModelConfig, where: str) -> None:
         raise UnsupportedModel(f"{where}: head_dim={config.head_dim} is not supported; expected an even number")
 
 
-def _head_dim(fields: _Fields, family: str, num_heads: int) -> int:
+def _head_dim(fields: Fields, family: str, num_heads: int) -> int:
     if family == "qwen3":  # there it has no relation to hidden_size, so nothing can be inferred
         return fields.integer("head_dim")
     hidden_size = fields.integer("hidden_size")
@@ -247,7 +247,7 @@ def _head_dim(fields: _Fields, family: str, num_heads: int) -> int:
     return fields.integer("head_dim", inferred, null=inferred)
 
 
-def _rope(fields: _Fields) -> Rope:
+def _rope(fields: Fields) -> Rope:
     scaling = _rope_fields(fields)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ROPE_KINDS:
@@ -266,7 +266,7 @@ def _rope(fields: _Fields) -> Rope:
     return Rope(theta)
 
 
-def _rope_fields(fields: _Fields) -> _Fields:
+def _rope_fields(fields: Fields) -> Fields:
     """The rope object under whichever name it has; the old name wins where both stand, as in transformers."""
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     value = fields.get(name) or {}
@@ -275,22 +275,22 @@ def _rope_fields(fields: _Fields) -> _Fields:
     nested = [key for key, inner in value.items() if isinstance(inner, dict)]
     if nested:
         raise fields.refuse(f"{name} per layer type ({', '.join(nested)})")
-    return _Fields(value, f"{fields.where}: {name}")
+    return Fields(value, f"{fields.where}: {name}")
 
 
-def _refuse_partial_rotation(*places: _Fields) -> None:
+def _refuse_partial_rotation(*places: Fields) -> None:
     for fields in places:
         share = fields.get("partial_rotary_factor")
         if share is not None and share != 1:
             raise fields.refuse(f"partial_rotary_factor={share!r} (a partly rotated head)")
 
 
-def _original_max_positions(fields: _Fields, scaling: _Fields) -> int:
+def _original_max_positions(fields: Fields, scaling: Fields) -> int:
     inner = scaling.integer("original_max_position_embeddings", fields.integer("max_position_embeddings"))
     return fields.integer("original_max_position_embeddings", inner, null=inner)
 
 
-def _llama3_rope(fields: _Fields, scaling: _Fields, theta: float) -> Rope:
+def _llama3_rope(fields: Fields, scaling: Fields, theta: float) -> Rope:
     low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
     if high <= low:
         raise scaling.wrong("high_freq_factor", high, f"more than low_freq_factor ({low})")
@@ -304,7 +304,7 @@ def _llama3_rope(fields: _Fields, scaling: _Fields, theta: float) -> Rope:
     )
 
 
-def _yarn_rope(fields: _Fields, scaling: _Fields, theta: float) -> Rope:
+def _yarn_rope(fields: Fields, scaling: Fields, theta: float) -> Rope:
     original = _original_max_positions(fields, scaling)
     factor = scaling.number("factor", null=fields.integer("max_position_embeddings") / original)
     return Rope(
@@ -319,7 +319,7 @@ def _yarn_rope(fields: _Fields, scaling: _Fields, theta: float) -> Rope:
     )
 
 
-def _yarn_attention_factor(scaling: _Fields, factor: float) -> float:
+def _yarn_attention_factor(scaling: Fields, factor: float) -> float:
     """The paper's 0.1 ln(factor) + 1, unless the config gives it or the two scales whose ratio it is."""
 
     def scale(multiplier: float) -> float:
@@ -336,7 +336,7 @@ def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _eos_token_ids(fields: _Fields, generation: Mapping[str, Any] | None) -> tuple[int, ...]:
+def _eos_token_ids(fields: Fields, generation: Mapping[str, Any] | None) -> tuple[int, ...]:
     value = (generation or {}).get("eos_token_id")
     if value is None:
         value = fields.get("eos_token_id")
@@ -348,14 +348,14 @@ def _eos_token_ids(fields: _Fields, generation: Mapping[str, Any] | None) -> tup
     return tuple(ids)
 
 
-def _optional_id(fields: _Fields, key: str) -> int | None:
+def optional_id(fields: Fields, key: str) -> int | None:
     value = fields.get(key)
     if value is not None and not _is_id(value):
         raise fields.wrong(key, value, "a token id or null")
     return value
 
 
-def _dtype(fields: _Fields) -> str:
+def _dtype(fields: Fields) -> str:
     value = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
     if value not in DTYPES:
         raise UnsupportedModel(

@@ -84,7 +84,7 @@ def write_patch(path: str | Path, patch: Patch, target: ModelConfig, quant_type:
     """Write a draft file; differences in `quant_type`, the rest in float32. `note` says how it was made."""
     if quant_type not in QUANT_TYPES:
         raise ConfigError(f"quant_type={quant_type!r}: expected one of {', '.join(QUANT_TYPES)}")
-    package = gguf._package()
+    package = gguf.gguf_package()
     writer = package.GGUFWriter(str(path), ARCHITECTURE)
     writer.add_string("general.description", note)
     writer.add_array("faser.draft.target_shape", _shape(target))

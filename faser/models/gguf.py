@@ -84,9 +84,9 @@ class GgufFile:
     def architecture(self) -> str:
         return self.text("general.architecture")
 
-    def value(self, key: str, default: Any = model_config._REQUIRED) -> Any:
+    def value(self, key: str, default: Any = model_config.REQUIRED) -> Any:
         """What the metadata say: a number, a text or a list of them."""
-        return self.fields._value(key, default, model_config._REQUIRED)
+        return self.fields._value(key, default, model_config.REQUIRED)
 
     def tensor(self, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
         """One whole tensor in float32, of any type the package knows."""
@@ -98,8 +98,8 @@ class GgufFile:
         return values
 
     @property
-    def fields(self) -> model_config._Fields:
-        return model_config._Fields(self.metadata, str(self.path))
+    def fields(self) -> model_config.Fields:
+        return model_config.Fields(self.metadata, str(self.path))
 
     def text(self, key: str, default: str = "") -> str:
         value = self.metadata.get(key, default)
@@ -118,7 +118,7 @@ class GgufFile:
 def open_file(path: str | Path) -> GgufFile:
     """Read and check the header of any GGUF file, and that the file is as long as its tensors need."""
     path = Path(path).expanduser()
-    _package()
+    gguf_package()
     try:
         with path.open("rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
@@ -245,7 +245,7 @@ class _Cursor:
 
 def _tensor_type(number: int) -> tuple[str, int, int]:
     """The name of a ggml type, the numbers in a block and the bytes of one."""
-    package = _package()
+    package = gguf_package()
     try:
         kind = package.GGMLQuantizationType(number)
     except ValueError:
@@ -254,7 +254,7 @@ def _tensor_type(number: int) -> tuple[str, int, int]:
     return str(kind.name), block_size, block_bytes
 
 
-def _package() -> Any:
+def gguf_package() -> Any:
     try:
         import gguf
     except ImportError as error:
@@ -290,10 +290,10 @@ def read_config(path: str | Path) -> ModelConfig:
         qk_norm=arch == "qwen3",
         rope=_rope(header, arch, head_dim),
         eos_token_ids=_eos_token_ids(fields),
-        bos_token_id=model_config._optional_id(fields, "tokenizer.ggml.bos_token_id"),
+        bos_token_id=model_config.optional_id(fields, "tokenizer.ggml.bos_token_id"),
         dtype=_dtype(tensors.values()),
     )
-    model_config._refuse_shapes(config, str(header.path))
+    model_config.refuse_shapes(config, str(header.path))
     return config
 
 
@@ -320,17 +320,17 @@ def _refuse_unsupported(header: GgufFile) -> None:
             )
 
 
-def _count(fields: model_config._Fields, key: str, default: Any = model_config._REQUIRED) -> int:
+def _count(fields: model_config.Fields, key: str, default: Any = model_config.REQUIRED) -> int:
     """A positive integer. llama.cpp lets some of them be lists, one number per layer."""
     value = fields.get(key)
     if not isinstance(value, list):
         return fields.integer(key, default)
     if len(set(value)) != 1:
         raise fields.refuse(f"{key} that differs from layer to layer")
-    return model_config._Fields({key: value[0]}, fields.where).integer(key)
+    return model_config.Fields({key: value[0]}, fields.where).integer(key)
 
 
-def _count_or_zero(fields: model_config._Fields, key: str) -> int:
+def _count_or_zero(fields: model_config.Fields, key: str) -> int:
     return _count(fields, key) if fields.get(key) else 0
 
 
@@ -356,7 +356,7 @@ def _vocab_size(header: GgufFile) -> int:
     return embedding.shape[0]
 
 
-def _head_dim(fields: model_config._Fields, arch: str, hidden_size: int, num_heads: int) -> int:
+def _head_dim(fields: model_config.Fields, arch: str, hidden_size: int, num_heads: int) -> int:
     head_dim = _count(fields, f"{arch}.attention.key_length", hidden_size // num_heads)
     for key in (f"{arch}.attention.value_length", f"{arch}.rope.dimension_count"):
         if fields.get(key) not in (None, head_dim):
@@ -378,7 +378,7 @@ def _rope(header: GgufFile, arch: str, head_dim: int) -> Rope:
     return rope
 
 
-def _yarn(rope: Rope, fields: model_config._Fields, arch: str) -> Rope:
+def _yarn(rope: Rope, fields: model_config.Fields, arch: str) -> Rope:
     scaling = f"{arch}.rope.scaling."
     for key, neutral in (("yarn_log_multiplier", (None, 0)), ("yarn_ext_factor", (None, 1, -1))):
         if fields.get(scaling + key) not in neutral:
@@ -411,10 +411,10 @@ def _rope_factors(header: GgufFile, head_dim: int) -> tuple[float, ...]:
     return tuple(factors)
 
 
-def _eos_token_ids(fields: model_config._Fields) -> tuple[int, ...]:
+def _eos_token_ids(fields: model_config.Fields) -> tuple[int, ...]:
     """The end of a text, of a turn and of a message: each ends an answer."""
     keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-    ids = [model_config._optional_id(fields, key) for key in keys]
+    ids = [model_config.optional_id(fields, key) for key in keys]
     return tuple(dict.fromkeys(each for each in ids if each is not None))
 
 
@@ -474,9 +474,9 @@ def load(
     return model
 
 
-def _slots(model: Transformer) -> dict[str, weights._Slot]:
+def _slots(model: Transformer) -> dict[str, weights.Slot]:
     """Every tensor the file must hold, by name."""
-    return {_gguf_name(name): slot for name, slot in weights._slots(model).items()}
+    return {_gguf_name(name): slot for name, slot in weights.tensor_slots(model).items()}
 
 
 def _gguf_name(name: str) -> str:
@@ -485,13 +485,15 @@ def _gguf_name(name: str) -> str:
     return name
 
 
-def _check_tensors(header: GgufFile, slots: Mapping[str, weights._Slot]) -> None:
+def _check_tensors(header: GgufFile, slots: Mapping[str, weights.Slot]) -> None:
     missing = slots.keys() - header.tensors.keys()
     if missing:
-        raise ModelError(f"{header.path}: the file lacks {weights._list(missing)}; its metadata ask for them")
+        raise ModelError(f"{header.path}: the file lacks {weights.list_names(missing)}; its metadata ask for them")
     unexpected = {name for name in header.tensors.keys() - slots.keys() if not name.endswith(_HARMLESS)}
     if unexpected:
-        raise ModelError(f"{header.path}: the file has {weights._list(unexpected)}, which its metadata do not call for")
+        raise ModelError(
+            f"{header.path}: the file has {weights.list_names(unexpected)}, which its metadata do not call for"
+        )
     for name, slot in slots.items():
         _check_shape(header.path, header.tensors[name], slot.shape)
 
@@ -527,7 +529,7 @@ def _copy(
 
 def _values(file: BinaryIO, path: Path, tensor: _Stored, start: int, stop: int) -> Tensor:
     """Rows start to stop - 1 in float32; all of a vector."""
-    package = _package()
+    package = gguf_package()
     num_bytes = tensor.num_bytes if len(tensor.shape) == 1 else (stop - start) * tensor.row_bytes
     file.seek(tensor.start + (0 if len(tensor.shape) == 1 else start * tensor.row_bytes))
     raw = np.fromfile(file, dtype=np.uint8, count=num_bytes)
@@ -699,7 +701,7 @@ def _tokens_of_type(vocabulary: _Vocabulary, wanted: int) -> list[str]:
 
 
 def _token_id(header: GgufFile, key: str, vocabulary: _Vocabulary) -> int | None:
-    index = model_config._optional_id(header.fields, key)
+    index = model_config.optional_id(header.fields, key)
     if index is not None and index >= len(vocabulary.tokens):
         raise header.fields.wrong(key, index, f"less than {len(vocabulary.tokens)}, the number of tokens")
     return index
@@ -730,7 +732,7 @@ def same_tokenizer(target: str | Path, draft: str | Path) -> None:
     if differing:
         raise ModelError(
             f"the tokenizers of {draft} and {target} differ in the ids of {len(differing)} tokens "
-            f"({weights._list(map(repr, differing))}); choose a draft of the target's family"
+            f"({weights.list_names(map(repr, differing))}); choose a draft of the target's family"
         )
     if is_gguf(target) == is_gguf(draft) and our_merges != their_merges:
         raise ModelError(
@@ -747,4 +749,4 @@ def _identity(path: str | Path) -> tuple[dict[str, int], list[str]]:
     if not file.is_file():
         raise ModelError(f"{file}: missing, so the pair cannot be checked; fetch it with the model")
     data = model_config.read_object(file)
-    return weights._token_ids(data, file), weights._merges(data)
+    return weights.token_ids_of(data, file), weights.merges_of(data)

@@ -98,7 +98,7 @@ def load(
     """Read the weights of `folder` tensor by tensor into their final places; peak memory is about the model's own."""
     catalogue = _catalogue(Path(folder))
     model = Transformer.empty(config, dtype, device, max_positions)
-    slots = _slots(model)
+    slots = tensor_slots(model)
     _check_catalogue(Path(folder), catalogue, slots, config)
     _fill(slots, catalogue, progress)
     return model
@@ -123,14 +123,14 @@ class _Entry:
 
 
 @dataclass(frozen=True)
-class _Slot:
+class Slot:
     """Where a tensor of the checkpoint goes. A norm shared by all heads spreads over more rows than it has."""
 
     shape: tuple[int, ...]  # in the checkpoint
     destination: Tensor
 
 
-def _slots(model: Transformer) -> dict[str, _Slot]:
+def tensor_slots(model: Transformer) -> dict[str, Slot]:
     """Every tensor the checkpoint must hold, by name."""
     slots = {
         "model.embed_tokens.weight": _whole(model.embedding),
@@ -144,7 +144,7 @@ def _slots(model: Transformer) -> dict[str, _Slot]:
     return slots
 
 
-def _layer_slots(layer: Layer, config: ModelConfig) -> dict[str, _Slot]:
+def _layer_slots(layer: Layer, config: ModelConfig) -> dict[str, Slot]:
     slots = {
         "input_layernorm.weight": _whole(layer.attention_norm),
         "post_attention_layernorm.weight": _whole(layer.mlp_norm),
@@ -160,22 +160,22 @@ def _layer_slots(layer: Layer, config: ModelConfig) -> dict[str, _Slot]:
         slots["self_attn.o_proj.bias"] = _whole(layer.out_bias)
     if layer.qk_norm is not None:
         query_norm, key_norm = torch.split(layer.qk_norm, [config.num_heads, config.num_kv_heads])
-        slots["self_attn.q_norm.weight"] = _Slot((config.head_dim,), query_norm)
-        slots["self_attn.k_norm.weight"] = _Slot((config.head_dim,), key_norm)
+        slots["self_attn.q_norm.weight"] = Slot((config.head_dim,), query_norm)
+        slots["self_attn.k_norm.weight"] = Slot((config.head_dim,), key_norm)
     return slots
 
 
-def _qkv_slots(fused: Tensor, kind: str, config: ModelConfig) -> dict[str, _Slot]:
+def _qkv_slots(fused: Tensor, kind: str, config: ModelConfig) -> dict[str, Slot]:
     query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     parts = torch.split(fused, [query_size, key_size, key_size])
     return {f"self_attn.{letter}_proj.{kind}": _whole(part) for letter, part in zip("qkv", parts, strict=True)}
 
 
-def _whole(destination: Tensor) -> _Slot:
-    return _Slot(tuple(destination.shape), destination)
+def _whole(destination: Tensor) -> Slot:
+    return Slot(tuple(destination.shape), destination)
 
 
-def _fill(slots: Mapping[str, _Slot], catalogue: Mapping[str, _Entry], progress: Progress | None) -> None:
+def _fill(slots: Mapping[str, Slot], catalogue: Mapping[str, _Entry], progress: Progress | None) -> None:
     done, total = 0, sum(catalogue[name].num_bytes for name in slots)
     for path in sorted({entry.path for entry in catalogue.values()}):
         file = _MappedFile(path)
@@ -256,7 +256,7 @@ def _shards(folder: Path) -> list[Path]:
     paths = [folder / name for name in sorted(set(names.values()))]
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
-        raise ModelError(f"{folder}: {_list(missing)} missing, named in {INDEX_FILE}; fetch the model again")
+        raise ModelError(f"{folder}: {list_names(missing)} missing, named in {INDEX_FILE}; fetch the model again")
     return paths
 
 
@@ -272,14 +272,16 @@ def _broken(path: Path, error: Exception) -> ModelError:
 
 
 def _check_catalogue(
-    folder: Path, catalogue: Mapping[str, _Entry], slots: Mapping[str, _Slot], config: ModelConfig
+    folder: Path, catalogue: Mapping[str, _Entry], slots: Mapping[str, Slot], config: ModelConfig
 ) -> None:
     missing = slots.keys() - catalogue.keys()
     if missing:
-        raise ModelError(f"{folder}: the checkpoint lacks {_list(missing)}; its config.json asks for them")
+        raise ModelError(f"{folder}: the checkpoint lacks {list_names(missing)}; its config.json asks for them")
     unexpected = {name for name in catalogue.keys() - slots.keys() if not _harmless(name, config)}
     if unexpected:
-        raise ModelError(f"{folder}: the checkpoint has {_list(unexpected)}, which its config.json does not call for")
+        raise ModelError(
+            f"{folder}: the checkpoint has {list_names(unexpected)}, which its config.json does not call for"
+        )
     for name, slot in slots.items():
         _check_tensor(name, catalogue[name], slot)
 
@@ -289,7 +291,7 @@ def _harmless(name: str, config: ModelConfig) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
 
 
-def _check_tensor(name: str, entry: _Entry, slot: _Slot) -> None:
+def _check_tensor(name: str, entry: _Entry, slot: Slot) -> None:
     if entry.dtype not in _ELEMENT_BYTES:
         raise UnsupportedModel(
             f"{entry.path}: {name} has the dtype {entry.dtype}; expected one of {', '.join(_ELEMENT_BYTES)}"
@@ -300,7 +302,7 @@ def _check_tensor(name: str, entry: _Entry, slot: _Slot) -> None:
         )
 
 
-def _list(names: Iterable[str]) -> str:
+def list_names(names: Iterable[str]) -> str:
     ordered = sorted(names)
     more = len(ordered) - _NAMES_SHOWN
     return ", ".join(ordered[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
@@ -333,20 +335,20 @@ def check_pair(
 
 def _compare_tokenizers(target: Path, draft: Path) -> None:
     ours, theirs = read_object(target), read_object(draft)
-    our_ids, their_ids = _token_ids(ours, target), _token_ids(theirs, draft)
+    our_ids, their_ids = token_ids_of(ours, target), token_ids_of(theirs, draft)
     if our_ids != their_ids:
         differing = [token for token in our_ids.keys() | their_ids.keys() if our_ids.get(token) != their_ids.get(token)]
         raise ModelError(
             f"the tokenizers of {draft} and {target} differ in the ids of {len(differing)} tokens "
-            f"({_list(map(repr, differing))}); choose a draft of the target's family"
+            f"({list_names(map(repr, differing))}); choose a draft of the target's family"
         )
-    if _merges(ours) != _merges(theirs):
+    if merges_of(ours) != merges_of(theirs):
         raise ModelError(
             f"the tokenizers of {draft} and {target} differ in their merges; choose a draft of the target's family"
         )
 
 
-def _token_ids(tokenizer: Mapping[str, Any], path: Path) -> dict[str, int]:
+def token_ids_of(tokenizer: Mapping[str, Any], path: Path) -> dict[str, int]:
     """Token to id, added tokens included: some tools list those in the vocabulary as well, some do not."""
     try:
         vocab = tokenizer["model"]["vocab"]
@@ -357,6 +359,6 @@ def _token_ids(tokenizer: Mapping[str, Any], path: Path) -> dict[str, int]:
         raise ModelError(f"{path}: not a tokenizer.json ({_first_line(error)}); fetch the model again") from error
 
 
-def _merges(tokenizer: Mapping[str, Any]) -> list[str]:
+def merges_of(tokenizer: Mapping[str, Any]) -> list[str]:
     """Merges as "left right", whichever of the two spellings the file uses."""
     return [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"].get("merges") or []]

@@ -37,11 +37,11 @@ Float32Array = NDArray[np.float32]
 Shortlist = tuple[IntArray, Float32Array]
 
 WEYL = np.uint32(0x9E3779B1)  # odd, near 2^32 / golden ratio: consecutive token ids land far apart
-_MULTIPLY = (np.uint32(0x21F0AAAD), np.uint32(0xD35A2D97))
-_SHIFT = (np.uint32(16), np.uint32(15), np.uint32(15))
+MULTIPLIERS = (np.uint32(0x21F0AAAD), np.uint32(0xD35A2D97))
+SHIFTS = (np.uint32(16), np.uint32(15), np.uint32(15))
 _WEYL64 = np.uint64(0x9E3779B97F4A7C15)
 _BLOCK = 1 << 16  # elements worked on at a time: a handful of 256 KiB arrays fit a core's cache
-_LARGEST_UNIFORM = np.float32(1 - 2**-24)
+LARGEST_UNIFORM = np.float32(1 - 2**-24)
 
 _MIN_TEMPERATURE = 1e-30  # a gap between logits divided by this is still a finite float32
 _LOWEST = np.finfo(np.float32).min
@@ -52,7 +52,7 @@ _LOWEST = np.finfo(np.float32).min
 
 def gumbel(seeds: NDArray[np.uint64], positions: IntArray, num_tokens: int) -> Float32Array:
     """Standard Gumbel noise of the tokens 0..num_tokens-1 at each (seed, position): [N], [N] -> [N, num_tokens]."""
-    key0, key1 = _keys(seeds, positions)
+    key0, key1 = noise_keys(seeds, positions)
     num_rows = len(key0)
     # [num_tokens]
     steps = np.arange(num_tokens, dtype=np.uint32) * WEYL
@@ -65,7 +65,7 @@ def gumbel(seeds: NDArray[np.uint64], positions: IntArray, num_tokens: int) -> F
 
 def gumbel_of(seeds: NDArray[np.uint64], positions: IntArray, rows: IntArray, token_ids: IntArray) -> Float32Array:
     """The entries [rows[i], token_ids[i]] of `gumbel(seeds, positions, ...)`, without the others: -> [L]."""
-    key0, key1 = _keys(seeds, positions)
+    key0, key1 = noise_keys(seeds, positions)
     noise = np.empty(len(rows), np.float32)
     _to_gumbel(_hash(token_ids.astype(np.uint32) * WEYL + key0[rows], key1[rows]), noise)
     return noise
@@ -77,7 +77,7 @@ def _blocks(num_rows: int, num_tokens: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, num_rows, size))
 
 
-def _keys(seeds: NDArray[np.uint64], positions: IntArray) -> tuple[UInt32Array, UInt32Array]:
+def noise_keys(seeds: NDArray[np.uint64], positions: IntArray) -> tuple[UInt32Array, UInt32Array]:
     """Two words per (seed, position): output `position` of a splitmix64 stream that starts at the mixed seed."""
     key = _mix64(_mix64(np.asarray(seeds, np.uint64)) + np.asarray(positions).astype(np.uint64) * _WEYL64)
     return key.astype(np.uint32), (key >> np.uint64(32)).astype(np.uint32)
@@ -101,7 +101,7 @@ def _hash(x: UInt32Array, key1: UInt32Array) -> UInt32Array:
 
 
 def _mix32(x: UInt32Array, scratch: UInt32Array) -> None:
-    for shift, factor in zip(_SHIFT, (*_MULTIPLY, None), strict=True):
+    for shift, factor in zip(SHIFTS, (*MULTIPLIERS, None), strict=True):
         np.right_shift(x, shift, out=scratch)
         np.bitwise_xor(x, scratch, out=x)
         if factor is not None:
@@ -118,7 +118,7 @@ def _to_gumbel(hashed: UInt32Array, out: Float32Array) -> None:
     u[: hashed.size] = hashed
     u += np.float32(0.5)
     u *= np.float32(-(2.0**-32))
-    np.maximum(u, -_LARGEST_UNIFORM, out=u)  # the 128 largest hashes round up to 1
+    np.maximum(u, -LARGEST_UNIFORM, out=u)  # the 128 largest hashes round up to 1
     np.log1p(u, out=u)
     np.negative(u, out=u)
     np.log(u, out=u)

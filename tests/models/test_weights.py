@@ -149,7 +149,7 @@ def test_loading_peaks_below_one_and_a_fifth_times_the_weights(tmp_path: Path) -
 def checkpoint(data: dict[str, Any]) -> dict[str, torch.Tensor]:
     """A checkpoint of ones for the config, in float32."""
     model = Transformer.empty(ModelConfig.from_dict(data), torch.float32, "meta")
-    return {name: torch.ones(slot.shape) for name, slot in weights._slots(model).items()}
+    return {name: torch.ones(slot.shape) for name, slot in weights.tensor_slots(model).items()}
 
 
 # ---- what is refused ----
