@@ -23,6 +23,7 @@ from typing import Any
 
 from faser import LLM, SamplingParams
 from faser.models.source import DEFAULT_DRAFT
+from faser.stats import EngineStats
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 
@@ -72,7 +73,7 @@ def measure(batch: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     settings = [Setting(name, args.draft, batch) for name in names]
     for setting in settings:
         setting.llm.generate(prompts[:1], SamplingParams(max_tokens=8))
-        setting.llm.stats.__init__()  # type: ignore[misc]
+        setting.llm.engine.stats = EngineStats()
     for _ in range(args.repeats):
         for setting in settings:
             setting.run(prompts, args.max_tokens)

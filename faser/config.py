@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from faser.errors import ConfigError
+from faser.models import config as model_config
 from faser.policy import Policy, make_policy
 
 NGRAM = "ngram"
 DEFAULT_LENGTH = 1  # of the fixed policy where none is named: the best on a CPU (docs/lab.md)
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", *model_config.DTYPES)
 DEVICES = ("auto", "cpu")
 
 

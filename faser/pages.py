@@ -19,6 +19,8 @@ import numpy as np
 from faser.errors import EngineError
 from faser.types import IntArray, PageWrites
 
+NO_WRITES = PageWrites(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
+
 
 def page_hash(previous: bytes, tokens: IntArray) -> bytes:
     """The name of a full page: its tokens and, through `previous`, all tokens before it."""
@@ -130,8 +132,7 @@ class PagePool:
         An entry written twice is listed twice with its last value, so they may be applied in any order.
         """
         if not self._writes:
-            empty = np.zeros(0, dtype=np.int64)
-            return PageWrites(empty, empty, empty)
+            return NO_WRITES
         slots, columns = (np.concatenate(parts) for parts in zip(*self._writes, strict=True))
         self._writes = []
         return PageWrites(slots, columns, self.table[slots, columns])

@@ -23,14 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from faser.errors import EngineError, InvalidRequest, RequestTooLong
-from faser.pages import PagePool, page_hash
+from faser.pages import NO_WRITES, PagePool, page_hash
 from faser.policy import MAX_LENGTH, BatchView, Policy
 from faser.types import (
     Admission,
     Finish,
     FinishReason,
     IntArray,
-    PageWrites,
     Progress,
     Request,
     Stats,
@@ -41,8 +40,6 @@ from faser.types import (
 
 if TYPE_CHECKING:
     from faser.text import StopChecker
-
-NO_WRITES = PageWrites(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
 
 
 @dataclass(frozen=True)

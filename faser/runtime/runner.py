@@ -15,17 +15,22 @@ from faser.types import IntArray, PageWrites
 
 
 class ModelRunner:
-    """`seconds` is the time spent in forwards since it was last set to 0."""
+    """Keeps the time its forwards took until it is asked for it."""
 
     def __init__(self, model: Transformer, cache: KVCache, device: Device, max_slots: int, max_tokens: int) -> None:
         self.model = model
-        self.seconds = 0.0
+        self._seconds = 0.0
         self._cache = cache
         self._device = device
         self._table: IntArray = np.zeros((max_slots, -(-max_tokens // cache.page_size)), dtype=np.int64)
 
     def apply(self, writes: PageWrites) -> None:
         self._table[writes.slots, writes.columns] = writes.pages
+
+    def take_seconds(self) -> float:
+        """Time spent in forwards since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def forward(self, rows: Rows, token_ids: torch.Tensor, wanted: IntArray) -> torch.Tensor:
         """Compute all rows; logits [len(wanted), vocabulary] of the wanted ones, by row index."""
@@ -35,5 +40,5 @@ class ModelRunner:
         if wanted.size < rows.num_rows:
             hidden = hidden[torch.from_numpy(wanted)]
         logits = self.model.logits(hidden)
-        self.seconds += perf_counter() - started
+        self._seconds += perf_counter() - started
         return logits
