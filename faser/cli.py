@@ -1,40 +1,100 @@
-"""The command line. Parses first and imports later, so that --help answers at once."""
+"""The command line. Parses first and imports later, so that --help answers at once.
+
+Knows the commands and how they end: the exit status, and errors in one line. Their options are in arguments.py.
+"""
 
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
+
+from faser import arguments
 
 if TYPE_CHECKING:
     from faser.llm import LLM
     from faser.types import RequestOutput
 
+FAILED, MISUSED, BROKEN, INTERRUPTED = 1, 2, 70, 130  # exit statuses; 70 is EX_SOFTWARE of sysexits.h
+SHELLS = ("bash", "zsh", "tcsh")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if not hasattr(args, "run"):
+        parser.print_help(sys.stderr)
+        return MISUSED
     from faser.errors import FaserError
 
     try:
-        return int(args.run(args))
+        _tolerate_encodings()
+        status = int(args.run(args))
+        sys.stdout.flush()  # here, where a closed pipe is caught
+        return status
+    except BrokenPipeError:
+        _discard_output()
+        return FAILED
+    except KeyboardInterrupt:
+        return _report("interrupted", INTERRUPTED)
     except FaserError as error:
         if args.debug:
             raise
-        print(f"faser: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("faser: interrupted", file=sys.stderr)
-        return 130
+        return _report(str(error), FAILED)
+    except Exception as error:
+        if args.debug:
+            raise
+        reason = f"internal error: {type(error).__name__}: {error}"
+        return _report(f"{reason}; run again with --debug for the trace", BROKEN)
+
+
+def _report(text: str, status: int) -> int:
+    print("faser:", " ".join(text.splitlines()), file=sys.stderr)
+    return status
+
+
+def _tolerate_encodings() -> None:
+    """Show what a terminal's encoding lacks, and read what is none, as replacement characters, not as an error."""
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _discard_output() -> None:
+    """The reader has gone; Python would still flush on its way out, and complain."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="faser", description="Speculative decoding that never changes the output.")
     parser.add_argument("--version", action=_Version, help="print the version and leave")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    arguments.add_debug(parser, default=False)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="serve the OpenAI API over HTTP")
+    serve.set_defaults(run=_serve)
+    arguments.add_server(serve)
+    arguments.add_engine(serve)
+
+    chat = commands.add_parser("chat", help="talk to the model in the terminal")
+    chat.set_defaults(run=_chat)
+    _add_chat_arguments(chat)
+
     generate = commands.add_parser("generate", help="continue prompts and print the text")
     generate.set_defaults(run=_generate)
     _add_generate_arguments(generate)
+
+    completion = commands.add_parser("completion", help="print a script that completes faser's options in a shell")
+    completion.set_defaults(run=_completion)
+    completion.add_argument("shell", choices=SHELLS, help='e.g. for bash: eval "$(faser completion bash)"')
+
+    for command in (serve, chat, generate, completion):
+        arguments.add_debug(command)
     return parser
 
 
@@ -49,111 +109,99 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+# ---- serve ----
+
+
+def _serve(args: argparse.Namespace) -> int:
+    options = arguments.server_options(args)
+    from faser.server.run import serve
+
+    return serve(options)
+
+
+# ---- chat ----
+
+
+def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Talk to the model. Every line is a message; /help lists commands. Reads from a pipe too."
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt; default: the model's own, if it has one")
+    parser.add_argument("--show-drafts", action="store_true", help="colour the tokens that the draft guessed right")
+    arguments.add_chat_template(parser)
+    arguments.add_engine(parser)
+    arguments.add_sampling(parser, max_tokens=512, temperature=0.3, top_p=0.9)
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from faser.terminal import Chat, Screen
+
+    params = arguments.sampling_params(args)
+    interactive, screen = sys.stdin.isatty(), Screen(args.show_drafts)
+    with _make_chat_llm(args) as llm:
+        if interactive:
+            screen.note(f"{args.model or 'SmolLM2-135M-Instruct'}; /help lists commands, Ctrl-D leaves")
+        screen.legend()
+        Chat(llm, params, screen, args.system, interactive).run()
+    return 0
+
+
+def _make_chat_llm(args: argparse.Namespace) -> LLM:
+    """With a template that is known to work before the first weight is read."""
+    from faser.errors import ConfigError
+    from faser.models.source import open_target
+
+    template = open_target(args.model).chat_template(arguments.chat_template_text(args))
+    if template is None:
+        raise ConfigError(
+            f"{args.model} has no chat template; give one with --chat-template FILE, or continue plain text with "
+            "`faser generate`"
+        )
+    template.check()
+    from faser.llm import LLM
+
+    return LLM(args.model, args.draft, chat_template=template, **arguments.engine_fields(args))
+
+
+# ---- generate ----
+
+
 def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "prompts", nargs="+", metavar="PROMPT", help="text to continue; - reads one from standard input"
     )
+    parser.add_argument("--chat", action="store_true", help="take each prompt as a message and answer it")
     parser.add_argument("--json", action="store_true", help="one JSON document per prompt instead of text")
-    _add_engine_arguments(parser)
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--max-tokens", type=int, default=64, metavar="N")
-    sampling.add_argument("--min-tokens", type=int, default=0, metavar="N")
-    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
-    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P")
-    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="0 keeps all (default)")
-    sampling.add_argument("--min-p", type=float, default=0.0, metavar="P")
-    sampling.add_argument("--seed", type=int, help="same prompt, parameters and seed give the same text")
-    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="may be given several times")
-    sampling.add_argument("--ignore-eos", action="store_true", help="go on past the model's end token")
-    sampling.add_argument("--presence-penalty", type=float, default=0.0, metavar="X")
-    sampling.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X")
-    sampling.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X")
-    sampling.add_argument("--logprobs", type=int, metavar="N", help="with --json: report the N likeliest tokens")
-    sampling.add_argument("--max-draft", type=int, metavar="K", help="cap the draft length; 0 switches speculation off")
-
-
-def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    engine = parser.add_argument_group("engine")
-    engine.add_argument("--model", help="Hugging Face folder, hub name or GGUF file; default: SmolLM2-135M-Instruct")
-    engine.add_argument(
-        "--draft", help="likewise, or a draft patch, or ngram (prompt lookup); default: the default model's"
-    )
-    engine.add_argument("--policy", help="off or fixed:K; default: fixed:1 with a draft, off without")
-    engine.add_argument("--device", default="auto", help="auto or cpu")
-    engine.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    engine.add_argument(
-        "--max-model-len", type=int, metavar="N", help="tokens of one request; default: what the model knows"
-    )
-    engine.add_argument("--max-running", type=int, default=64, metavar="N", help="requests in one batch")
-    engine.add_argument("--max-batch-tokens", type=int, default=1024, metavar="N", help="rows in one step")
-    engine.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens in one KV page")
-    engine.add_argument(
-        "--kv-memory", type=float, metavar="GIB", help="KV pages of both models; default: the device's choice"
-    )
-    engine.add_argument("--no-prefix-caching", action="store_true")
-    engine.add_argument("--debug", action="store_true", help="on an error, show where it was raised")
+    parser.add_argument("--logprobs", type=int, metavar="N", help="with --json: report the N likeliest tokens")
+    arguments.add_chat_template(parser)
+    arguments.add_engine(parser)
+    arguments.add_sampling(parser, max_tokens=64, temperature=0.0, top_p=1.0)
 
 
 def _generate(args: argparse.Namespace) -> int:
     from faser.errors import ConfigError
-    from faser.types import SamplingParams
 
     if args.logprobs is not None and not args.json:
         raise ConfigError("--logprobs has nowhere to go without --json; add it")
-
-    params = SamplingParams(
-        max_tokens=args.max_tokens,
-        min_tokens=args.min_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        seed=args.seed,
-        stop=args.stop,
-        ignore_eos=args.ignore_eos,
-        presence_penalty=args.presence_penalty,
-        frequency_penalty=args.frequency_penalty,
-        repetition_penalty=args.repetition_penalty,
-        logprobs=args.logprobs,
-        max_draft=args.max_draft,
-    )
-    prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
-    with _make_llm(args) as llm:
+    if args.chat_template is not None and not args.chat:
+        raise ConfigError("--chat-template has no use without --chat; add it")
+    params = arguments.sampling_params(args, args.logprobs)
+    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
+    with _make_chat_llm(args) if args.chat else _make_llm(args) as llm:
+        prompts = [llm.chat_prompt([{"role": "user", "content": text}]) for text in texts] if args.chat else texts
         outputs = llm.generate(prompts, params)
         for number, output in enumerate(outputs):
-            print(_as_json(output) if args.json else _as_text(prompts[number], output, len(prompts) > 1))
+            print(_as_json(output) if args.json else _as_text(texts[number], output, len(texts) > 1))
             if output.error is not None:
                 print(f"faser: prompt {number + 1} failed: {output.error}", file=sys.stderr)
-        print(_summary(llm), file=sys.stderr)
-    return int(any(output.error is not None for output in outputs))
+        from faser.terminal import summary
+
+        print(summary(llm.stats), file=sys.stderr)
+    return FAILED if any(output.error is not None for output in outputs) else 0
 
 
 def _make_llm(args: argparse.Namespace) -> LLM:
     from faser.llm import LLM
 
-    return LLM(
-        args.model,
-        args.draft,
-        policy=args.policy,
-        device=args.device,
-        dtype=args.dtype,
-        max_model_len=args.max_model_len,
-        max_running=args.max_running,
-        max_batch_tokens=args.max_batch_tokens,
-        page_size=args.page_size,
-        kv_memory=_bytes(args.kv_memory),
-        prefix_caching=not args.no_prefix_caching,
-    )
-
-
-def _bytes(gibibytes: float | None) -> int | None:
-    if gibibytes is None:
-        return None
-    if not 0 < gibibytes < float("inf"):
-        from faser.errors import ConfigError
-
-        raise ConfigError(f"--kv-memory {gibibytes}: expected gibibytes above 0")
-    return max(1, int(gibibytes * 2**30))
+    return LLM(args.model, args.draft, **arguments.engine_fields(args))
 
 
 def _as_text(prompt: str, output: RequestOutput, named: bool) -> str:
@@ -167,13 +215,24 @@ def _as_json(output: RequestOutput) -> str:
     return json.dumps({**asdict(output), "stats": {**asdict(output.stats), "pruned": output.stats.pruned}})
 
 
-def _summary(llm: LLM) -> str:
-    stats = llm.stats
-    rate = stats.emitted / stats.step_seconds if stats.step_seconds else 0.0
-    text = f"{stats.emitted} tokens in {stats.steps} steps, {stats.step_seconds:.2f} s ({rate:.1f} tokens/s)"
-    if stats.drafted:
-        text += f"; drafted {stats.drafted}, accepted {stats.accepted} ({100 * stats.acceptance:.0f} % of the verified)"
-    return text
+# ---- completion ----
+
+
+def _completion(args: argparse.Namespace) -> int:
+    import shtab
+
+    parser = make_parser()
+    for command in _subparsers(parser):
+        for action in command._actions:
+            if action.dest in arguments.FILE_DESTINATIONS:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+    print(shtab.complete(parser, args.shell))
+    return 0
+
+
+def _subparsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    choices = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return [command for commands in choices for command in commands.values()]
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The options of an engine, checked. Shared by `LLM(…)` and the command line; no torch."""
+"""The options of an engine and of a server, checked. Shared by `LLM(…)` and the command line; no torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from faser.errors import ConfigError
 from faser.models import config as model_config
@@ -12,6 +12,8 @@ NGRAM = "ngram"
 DEFAULT_LENGTH = 1  # of the fixed policy where none is named: the best on a CPU (docs/lab.md)
 DTYPES = ("auto", *model_config.DTYPES)
 DEVICES = ("auto", "cpu")
+ON_ENGINE_FAILURE = ("restart", "exit")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,3 +62,50 @@ class EngineOptions:
                 f'policy {policy.name!r} needs a draft: give draft="…" or draft="{NGRAM}", or policy="off"'
             )
         return policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """What `faser serve` does besides running an engine."""
+
+    model: str | None = None  # None: the default pair
+    draft: str | None = None
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any free one
+    served_model_name: str | None = None  # None: from the model's own name
+    api_keys: tuple[str, ...] = ()  # none: open to whoever reaches the port
+    max_waiting: int = 256  # requests beyond those that run; a further one is answered 503
+    max_body_size: int = 8 * 2**20  # bytes
+    max_prompt_tokens: int | None = None  # None: what the model takes
+    cors_origins: tuple[str, ...] = ()  # none: no CORS headers at all
+    grace: float = 30.0  # seconds that running requests get to finish after SIGTERM
+    on_engine_failure: str = "restart"
+    chat_template: str | None = None  # the text of a Jinja template instead of the model's own
+    log_level: str = "info"
+    engine_factory: str = "faser.server.load:load"  # module:function in the engine's process, for benchmarks and tests
+
+    def __post_init__(self) -> None:
+        expected = {
+            "port": (0 <= self.port <= 65535, "a port from 0 (any free one) to 65535"),
+            "max_waiting": (self.max_waiting >= 0, "an integer of at least 0"),
+            "max_body_size": (self.max_body_size >= 1, "at least 1 byte"),
+            "max_prompt_tokens": (
+                self.max_prompt_tokens is None or self.max_prompt_tokens >= 1,
+                "an integer of at least 1",
+            ),
+            "grace": (0 <= self.grace < float("inf"), "seconds, 0 or more"),
+            "on_engine_failure": (
+                self.on_engine_failure in ON_ENGINE_FAILURE,
+                f"one of {', '.join(ON_ENGINE_FAILURE)}",
+            ),
+            "log_level": (self.log_level in LOG_LEVELS, f"one of {', '.join(LOG_LEVELS)}"),
+            "api_keys": (
+                all(key and key.isascii() and key.isprintable() for key in self.api_keys),
+                "keys of printable ASCII characters",
+            ),
+        }
+        for name, (valid, what) in expected.items():
+            if not valid:
+                shown = "(not shown)" if name == "api_keys" else repr(getattr(self, name))
+                raise ConfigError(f"{name}={shown}: expected {what}")

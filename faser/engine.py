@@ -10,6 +10,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
+from faser.cost import StepCost
 from faser.scheduler import Scheduler
 from faser.stats import EngineStats
 from faser.types import FinishReason, Progress, Request, StepPlan, StepResult
@@ -33,6 +34,7 @@ class Engine:
         self.scheduler = scheduler
         self.executor = executor
         self.stats = EngineStats()
+        self.cost = StepCost()
         self._clock = clock
 
     @property
@@ -51,10 +53,13 @@ class Engine:
         plan = self.scheduler.plan()
         if plan is None:
             return self.scheduler.take_ended()
+        predicted = self.cost.predict(plan)
         planned = self._clock()
         result = self.executor.execute(plan)
         progress = self.scheduler.commit(plan, result)
-        self.stats.record(plan, result, progress, planned - started, self._clock() - started)
+        ended = self._clock()
+        self.cost.learn(plan, ended - started)
+        self.stats.record(plan, result, progress, started=started, planned=planned, ended=ended, predicted=predicted)
         return progress
 
     def abandon(self, reason: FinishReason = FinishReason.FAILED) -> list[Progress]:

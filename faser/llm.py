@@ -1,4 +1,4 @@
-"""The offline API: prompts in, finished outputs out.
+"""The offline API: prompts or messages in, finished outputs or streams out.
 
 Knows text, prompts and defaults; the engine underneath knows none of these.
 """
@@ -6,20 +6,36 @@ Knows text, prompts and defaults; the engine underneath knows none of these.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from threading import Lock
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from threading import Lock, get_ident
 from typing import Any
 
+from faser.chat import ChatTemplate, Message
 from faser.config import EngineOptions
 from faser.engine import Engine
 from faser.errors import EngineError, FaserError, InvalidRequest
+from faser.grammar import GrammarCompiler, shared_compiler
+from faser.models.source import open_target
 from faser.models.transformer import Transformer
 from faser.policy import Policy
 from faser.progress import progress_bar
 from faser.runtime.build import build_engine, load_pair
 from faser.stats import EngineStats
+from faser.stream import ChunkStream
 from faser.text import StopChecker, Tokenizer
-from faser.types import Finish, FinishReason, Progress, Request, RequestOutput, SamplingParams, TokenLogprobs
+from faser.types import (
+    Chunk,
+    Finish,
+    FinishReason,
+    Grammar,
+    Progress,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 Prompt = str | Sequence[int]
 
@@ -29,8 +45,9 @@ class LLM:
 
     model: a Hugging Face folder, a hub name, a GGUF file, or a model in memory; None is the default pair. draft:
     likewise, or a patch made by tools/distill.py, or "ngram" (prompt lookup, no model), or None. policy: "off" or
-    "fixed:K", or a Policy; None is fixed:1 with a draft and off without. `sizes` are the further fields of
-    faser.config.EngineOptions. The output never depends on draft, policy or sizes.
+    "fixed:K", or a Policy; None is fixed:1 with a draft and off without. chat_template: one, or its text; None is the
+    model's own. `sizes` are the further fields of faser.config.EngineOptions. The output never depends on draft, policy
+    or sizes.
     """
 
     def __init__(
@@ -41,6 +58,7 @@ class LLM:
         device: str = "auto",
         dtype: str = "auto",
         tokenizer: Tokenizer | None = None,
+        chat_template: str | ChatTemplate | None = None,
         **sizes: Any,
     ) -> None:
         try:
@@ -50,8 +68,14 @@ class LLM:
         pair = load_pair(model, draft, options)
         self._tokenizer = tokenizer or pair.tokenizer
         self._config = pair.target.config
-        self._engine: Engine | None = build_engine(pair.target, pair.draft, options)
+        self._compiler: GrammarCompiler | None = None
+        if self._tokenizer is not None:
+            self._compiler = shared_compiler(self._tokenizer, self._config.vocab_size, self._config.eos_token_ids)
+        self._engine: Engine | None = build_engine(pair.target, pair.draft, options, self._tokenizer)
         self._lock = Lock()
+        self._streaming_thread: int | None = None  # where the stream runs that holds the lock
+        self._model = model
+        self._given_template = chat_template
         self._num_requests = 0
 
     def generate(
@@ -63,24 +87,79 @@ class LLM:
 
         All prompts are checked before the first is run. `params` is one for all, or one for each.
         """
-        with self._lock:
+        with self._turn():
             engine = self._open_engine()
             all_prompts = _as_prompts(prompts)
             requests = [
                 self._make_request(*pair) for pair in zip(all_prompts, _as_params(params, all_prompts), strict=True)
             ]
-            try:
+            with _all_or_nothing(engine):
                 for request in requests:
                     engine.add(request, self._make_checker(request.params))
                 received = _run(engine, requests)
-            except BaseException as error:
-                engine.abandon(FinishReason.CANCELLED)
-                if isinstance(error, FaserError) or not isinstance(error, Exception):
-                    raise
-                raise EngineError(
-                    f"a step failed ({type(error).__name__}: {error}); all open requests ended"
-                ) from error
             return [self._output(request, *received[request.id]) for request in requests]
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> RequestOutput:
+        """Answer a conversation: messages are {"role": …, "content": …}, as the model's chat template takes them."""
+        return self.generate([self.chat_prompt(messages)], params)[0]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Chunk, None, None]:
+        """Generate for one prompt and hand out tokens and text as they become certain.
+
+        Nothing happens, and nothing is refused, before the first chunk is asked for. From then on this LLM is busy
+        until it hands out the last chunk, the one with a finish_reason, or until the stream is closed, which ends the
+        request at once.
+        """
+        with self._turn():
+            engine = self._open_engine()
+            request = self._make_request(prompt, params or SamplingParams())
+            checker = self._make_checker(request.params)
+            chunks = ChunkStream(self._tokenizer, checker)
+            self._streaming_thread = get_ident()
+            try:
+                with _all_or_nothing(engine):
+                    engine.add(request, checker)
+                    while engine.has_work:
+                        for item in self._open_engine().step():  # it may have been closed between two chunks
+                            chunk = chunks.receive(item)
+                            if item.finish is None:
+                                yield chunk
+            finally:
+                self._streaming_thread = None
+        yield chunk  # the last, when nothing is held any more
+
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None
+    ) -> Generator[Chunk, None, None]:
+        """`stream` for a conversation."""
+        yield from self.stream(self.chat_prompt(messages), params)
+
+    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The token ids of a conversation, up to where the model's answer begins."""
+        if self._tokenizer is None:
+            raise InvalidRequest("messages need a tokenizer, and the model has none; give token ids to generate()")
+        if self.chat_template is None:
+            raise InvalidRequest(
+                "the model has no chat template; give one (chat_template=…, --chat-template FILE), or a plain prompt"
+            )
+        return self._tokenizer.encode(self.chat_template.render(messages), add_special_tokens=False)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """The one given, or the model's own; looked for when it is first needed."""
+        given = self._given_template
+        if isinstance(given, ChatTemplate):
+            return given
+        if isinstance(self._model, Transformer):
+            return ChatTemplate(given, "", "") if given is not None else None
+        return open_target(self._model).chat_template(given)
+
+    @property
+    def max_request_tokens(self) -> int:
+        """The most tokens one request can have, prompt and output: what the model takes or the KV pool holds."""
+        scheduler = self._open_engine().scheduler
+        pool = scheduler.target_pages
+        return min(scheduler.limits.max_model_len, pool.num_pages * pool.page_size)
 
     @property
     def stats(self) -> EngineStats:
@@ -92,17 +171,31 @@ class LLM:
         return self._open_engine()
 
     def close(self) -> None:
-        """Free the models, after the call to `generate` that may be running. Closing twice is fine."""
-        with self._lock:
-            if self._engine is not None:
-                self._engine.close()
-                self._engine = None
+        """Free the models, after what other threads may be running. Closing twice is fine, a stream half read too."""
+        if self._streaming_thread == get_ident():
+            self._close_engine()  # waiting for the lock would be waiting for ourselves
+        else:
+            with self._lock:
+                self._close_engine()
 
     def __enter__(self) -> LLM:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One caller at a time. A thread that is half through a stream would wait for itself, and is told so."""
+        if self._streaming_thread == get_ident():
+            raise EngineError("a stream of this LLM is half read in this thread; read it to its end, or close() it")
+        with self._lock:
+            yield
+
+    def _close_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
 
     def _open_engine(self) -> Engine:
         if self._engine is None:
@@ -117,6 +210,8 @@ class LLM:
             unknown = [token for token in named if token >= vocab_size]
             if unknown:
                 raise InvalidRequest(f"{name} names token {unknown[0]}; the model has {vocab_size} tokens, from 0")
+        if params.grammar is not None:
+            self._check_grammar(params.grammar, params.stop_token_ids)
         end_ids = () if params.ignore_eos else self._config.eos_token_ids
         return Request(
             id=str(self._num_requests),
@@ -125,6 +220,11 @@ class LLM:
             seed=(secrets.randbits(64) if params.seed is None else params.seed) % 2**64,
             stop_ids=frozenset([*end_ids, *params.stop_token_ids]),
         )
+
+    def _check_grammar(self, grammar: Grammar, stop_ids: Sequence[int]) -> None:
+        if self._compiler is None:
+            raise InvalidRequest("a grammar needs a tokenizer, and the model has none; leave the grammar out")
+        self._compiler.check(grammar, stop_ids)
 
     def _token_ids(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
@@ -163,6 +263,18 @@ class LLM:
             stats=finish.stats,
             error=finish.error,
         )
+
+
+@contextmanager
+def _all_or_nothing(engine: Engine) -> Iterator[None]:
+    """Whatever leaves the block early, an error, Ctrl-C or a closed stream, ends the engine's open requests."""
+    try:
+        yield
+    except BaseException as error:
+        engine.abandon(FinishReason.CANCELLED)
+        if isinstance(error, FaserError) or not isinstance(error, Exception):
+            raise
+        raise EngineError(f"a step failed ({type(error).__name__}: {error}); all open requests ended") from error
 
 
 def _run(engine: Engine, requests: Sequence[Request]) -> dict[str, tuple[list[int], list[TokenLogprobs], Finish]]:

@@ -91,6 +91,8 @@ class Scheduler:
         self.target_pages = target_pages
         self.draft_pages = draft_pages
         self.num_preemptions = 0
+        self.num_prefix_queries = 0  # tokens looked for in the prefix cache
+        self.num_prefix_hits = 0  # and found
         self._speculates = speculates
         self._caching = prefix_caching
         self._entries: dict[str, _Entry] = {}
@@ -287,6 +289,7 @@ class Scheduler:
             verified=int(self._verified[slot]),
             accepted=int(self._accepted[slot]),
             steps=int(self._steps[slot]),
+            cached=entry.stats.cached,
         )
 
     # ── planning: running requests first ─────────────────────────────────────────────────────────────────────────────
@@ -349,6 +352,11 @@ class Scheduler:
 
     def _occupy(self, entry: _Entry, slot: int, num_computed: int) -> None:
         request, num_tokens = entry.request, entry.token_ids.size
+        if self._caching:
+            self.num_prefix_queries += num_tokens
+            self.num_prefix_hits += num_computed
+        if not (entry.stats.steps or entry.stats.cached):
+            entry.stats = replace(entry.stats, cached=num_computed)
         entry.slot = slot
         self._at[slot] = entry
         self._tokens[slot, :num_tokens] = entry.token_ids

@@ -13,6 +13,18 @@ import numpy as np
 from faser.types import IntArray, Progress, StepPlan, StepResult
 
 
+@dataclass(frozen=True)
+class LastStep:
+    """The latest step."""
+
+    num_decoding: int  # requests that emitted tokens
+    num_drafting: int  # of these, those that drafted
+    drafted: int
+    seconds: float
+    predicted: float | None  # None: nothing to predict from yet
+    speculating_changed: float  # on the engine's clock, when speculation was last switched on or off
+
+
 @dataclass
 class EngineStats:
     """Totals since the engine started."""
@@ -27,6 +39,11 @@ class EngineStats:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     step_seconds: float = 0.0
+    predicted_seconds: float = 0.0  # by the cost model, before each step ran
+    off_seconds: float = 0.0  # of steps in which requests decoded and nobody drafted
+    last: LastStep | None = None
+    # index k: how often a request that could have drafted was given length k
+    lengths: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     # index t: how often a request verified, and had accepted, at least t + 1 tokens in one step
     verified_per_position: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     accepted_per_position: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -36,8 +53,11 @@ class EngineStats:
         plan: StepPlan,
         result: StepResult,
         progress: Iterable[Progress],
-        plan_seconds: float,
-        step_seconds: float,
+        *,
+        started: float,
+        planned: float,
+        ended: float,
+        predicted: float | None = None,
     ) -> None:
         """Count a step. Emitted are the tokens handed out; accepted, for the draft's sake, also those behind a stop."""
         self.steps += 1
@@ -46,13 +66,30 @@ class EngineStats:
         self.verified += int(result.num_verified.sum())
         self.accepted += int(result.num_accepted.sum())
         self.context_rows += int(plan.num_rows.sum())
-        self.plan_seconds += plan_seconds
+        self.plan_seconds += planned - started
         self.draft_seconds += result.seconds.draft
         self.verify_seconds += result.seconds.verify
-        self.step_seconds += step_seconds
+        self.step_seconds += ended - started
+        self.predicted_seconds += predicted or 0.0
         if result.num_verified.any():
             self.verified_per_position = _add_positions(self.verified_per_position, result.num_verified)
             self.accepted_per_position = _add_positions(self.accepted_per_position, result.num_accepted)
+        self._record_lengths(plan, result, ended, ended - started, predicted)
+
+    def _record_lengths(
+        self, plan: StepPlan, result: StepResult, ended: float, seconds: float, predicted: float | None
+    ) -> None:
+        samples = plan.samples
+        num_decoding, num_drafting = int(samples.sum()), int((result.num_drafted > 0).sum())
+        if not num_decoding:
+            return
+        self.lengths = _add(self.lengths, np.bincount(result.num_drafted[samples]))
+        if not num_drafting:
+            self.off_seconds += seconds
+        was = self.last
+        changed = ended if was is None or (was.num_drafting > 0) != (num_drafting > 0) else was.speculating_changed
+        drafted = int(result.num_drafted.sum())
+        self.last = LastStep(num_decoding, num_drafting, drafted, seconds, predicted, changed)
 
     @property
     def pruned(self) -> int:
@@ -71,7 +108,10 @@ class EngineStats:
 
 def _add_positions(totals: IntArray, counts: IntArray) -> IntArray:
     """Add, for each t, the number of counts above t."""
-    reached = np.bincount(counts)[::-1].cumsum()[::-1][1:]
-    size = max(totals.size, reached.size)
-    summed: IntArray = np.pad(totals, (0, size - totals.size)) + np.pad(reached, (0, size - reached.size))
+    return _add(totals, np.bincount(counts)[::-1].cumsum()[::-1][1:])
+
+
+def _add(totals: IntArray, new: IntArray) -> IntArray:
+    size = max(totals.size, new.size)
+    summed: IntArray = np.pad(totals, (0, size - totals.size)) + np.pad(new, (0, size - new.size))
     return summed

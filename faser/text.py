@@ -8,9 +8,11 @@ are the same however the tokens were grouped. Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
+import tokenizers.decoders
 
 from faser.errors import InvalidRequest, ModelError
 
@@ -29,6 +31,7 @@ class Tokenizer:
         self._backend = backend
         self._special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self._byte_ids = _byte_fallback_ids(backend)
+        self._is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
@@ -44,9 +47,23 @@ class Tokenizer:
             raise ModelError(f"{file}: not a readable tokenizer ({error}); download or convert it again") from error
         return cls(backend)
 
+    @classmethod
+    def from_json(cls, text: str) -> Tokenizer:
+        """The inverse of `to_json`."""
+        return cls(tokenizers.Tokenizer.from_str(text))
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token. Special tokens count with their own text."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+
     @property
     def vocab_size(self) -> int:
         return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    def to_json(self) -> str:
+        """The contents of tokenizer.json, without truncation and padding."""
+        return str(self._backend.to_str())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text; empty where it leads to none."""
@@ -61,6 +78,18 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of some ids; ids the vocabulary does not have (a model's may be padded) are skipped."""
         return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for by itself; not always whole characters. Empty for an id without a token."""
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._byte_ids:
+            return bytes([int(token[3:5], 16)])
+        if self._is_byte_level:
+            known = [_BYTE_OF.get(character) for character in token]
+            return token.encode() if None in known else bytes(byte for byte in known if byte is not None)
+        return self.decode([token_id], skip_special_tokens=False).encode()
 
     def is_silent(self, token_id: int) -> bool:
         """Whether `decode` drops the token before it decodes anything."""
@@ -78,6 +107,16 @@ def _byte_fallback_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
         return frozenset()
     ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
     return frozenset(i for i in ids if i is not None)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """How byte-level tokenizers write bytes: printable Latin-1 as itself, the rest from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
 
 
 class TextStream:

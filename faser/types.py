@@ -25,6 +25,7 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 MAX_LOGPROBS = 20
+GRAMMAR_KINDS = ("json_schema", "regex")
 
 
 class FinishReason(StrEnum):
@@ -49,14 +50,26 @@ def _in_range(value: object, low: float, high: float) -> bool:
     return bool(math.isfinite(value) and low <= value <= high)
 
 
+@dataclass(frozen=True)
+class Grammar:
+    """A language the whole output must belong to: a regular expression, or a JSON Schema given as JSON text."""
+
+    kind: str  # one of GRAMMAR_KINDS
+    text: str
+
+    def __post_init__(self) -> None:
+        _require(self.kind in GRAMMAR_KINDS, "grammar kind", self.kind, f"one of {', '.join(GRAMMAR_KINDS)}")
+        _require(isinstance(self.text, str) and bool(self.text), "grammar", self.text, "a non-empty string")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request samples. The defaults are greedy decoding of 64 tokens.
 
     The target's distribution is built in this order: logit_bias, repetition, presence and frequency penalties, the ban
-    on end tokens below min_tokens, temperature, top_k, top_p, min_p. Temperature 0 takes the best token after the first
-    three. `logprobs` reports the model's own log-probabilities, before any of this. `max_draft` caps the request's
-    draft length; 0 opts it out of speculation; the output is the same either way.
+    on end tokens below min_tokens, the grammar's mask, temperature, top_k, top_p, min_p. Temperature 0 takes the best
+    token after the mask. `logprobs` reports the model's own log-probabilities, before any of this. `max_draft` caps the
+    request's draft length; 0 opts it out of speculation; the output is the same either way.
     """
 
     max_tokens: int = 64
@@ -75,6 +88,7 @@ class SamplingParams:
     logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = None
     max_draft: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -133,9 +147,24 @@ class SamplingParams:
             self.max_draft is None or (_is_int(self.max_draft) and self.max_draft >= 0),
             "max_draft", self.max_draft, "None or an integer of at least 0 (0 is no speculation for this request)",
         )  # fmt: skip
+        _require(
+            self.grammar is None or isinstance(self.grammar, Grammar), "grammar", self.grammar, "None or a Grammar"
+        )
+        self._check_grammar_ends()
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in ids))
         object.__setattr__(self, "logit_bias", self._checked_bias())
+
+    def _check_grammar_ends(self) -> None:
+        """A whole text must be able to end: what forbids the end tokens leaves a finished grammar no token at all."""
+        if self.grammar is None:
+            return
+        for name, given in (("min_tokens", self.min_tokens > 0), ("ignore_eos", self.ignore_eos)):
+            if given:
+                raise InvalidRequest(
+                    f"grammar cannot be combined with {name}={getattr(self, name)!r}: the output ends when the grammar "
+                    "says so; remove it"
+                )
 
     def _checked_bias(self) -> Mapping[int, float] | None:
         bias = self.logit_bias
@@ -171,6 +200,7 @@ class Stats:
     verified: int = 0
     accepted: int = 0  # and kept: tokens behind a stop do not count
     steps: int = 0  # steps that emitted tokens, so that accepted + steps is the number of tokens
+    cached: int = 0  # prompt tokens found in the prefix cache when the request first ran
 
     @property
     def pruned(self) -> int:
@@ -188,6 +218,27 @@ class RequestOutput:
     logprobs: list[TokenLogprobs] | None = None
     stats: Stats = field(default_factory=Stats)
     error: str | None = None  # why, where finish_reason is FAILED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """What a stream brings at a time: the tokens of one step, and the text that became certain with them.
+
+    Joined over a stream, token_ids and text are the output's. Text may come later than its tokens: a character can
+    take several, and what could be the beginning of a stop string is kept until it is not.
+    """
+
+    token_ids: tuple[int, ...]
+    num_accepted: int  # the first of token_ids, drafts the target agreed with; those after them are its own
+    pieces: tuple[tuple[str, bool], ...]  # the text in order, each piece with whether its last token was accepted
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None  # set in the last chunk only, as are the two below
+    stats: Stats | None = None
+    error: str | None = None  # why, where finish_reason is FAILED
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.pieces)
 
 
 @dataclass(frozen=True, kw_only=True)

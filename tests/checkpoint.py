@@ -11,10 +11,10 @@ from tests.models.reference import save_hf
 TEXT = ["the quick brown fox jumps over the lazy dog", "a draft proposes and the target disposes", "Größe, naïve, 東京"]
 
 
-def write_checkpoint(folder: Path) -> None:
+def write_checkpoint(folder: Path, max_position_embeddings: int = 128) -> None:
     config = transformers.LlamaConfig(
         vocab_size=320, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=1, eos_token_id=2,
+        num_key_value_heads=2, max_position_embeddings=max_position_embeddings, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     save_hf(folder, config)
     write_tokenizer(folder)

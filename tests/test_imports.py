@@ -8,6 +8,8 @@ import pytest
 FREE = [
     "faser", "faser.types", "faser.errors", "faser.pages", "faser.scheduler", "faser.engine", "faser.stats",
     "faser.policy", "faser.config", "faser.cli", "faser.text", "faser.ngram", "faser.progress", "faser.models.config",
+    "faser.chat", "faser.stream", "faser.arguments", "faser.terminal",
+    "faser.grammar",
 ]  # fmt: skip
 
 BLOCK = """
@@ -35,8 +37,13 @@ def test_the_wall_works():
     assert run("import faser.llm", ("torch",)).returncode != 0
 
 
-def test_help_needs_no_library_at_all():
-    code = "import faser.cli; faser.cli.main(['generate', '--help'])"
-    done = run(code, ("torch", "numpy", "tokenizers", "rich", "safetensors", "huggingface_hub"))
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [([], "chat"), (["generate"], "--policy"), (["chat"], "--system"), (["serve"], "--port"), (["completion"], "zsh")],
+)
+def test_help_needs_no_library_at_all(command, says):
+    code = f"import faser.cli; faser.cli.main({[*command, '--help']!r})"
+    libraries = ("jinja2", "shtab", "starlette", "uvicorn", "msgspec", "llguidance", "prometheus_client")
+    done = run(code, ("torch", "numpy", "tokenizers", "rich", "safetensors", "huggingface_hub", "gguf", *libraries))
     assert done.returncode == 0, done.stderr
-    assert "--policy" in done.stdout
+    assert says in done.stdout

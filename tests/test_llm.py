@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
 from faser import LLM, FinishReason, SamplingParams
+from faser.chat import ChatTemplate
 from faser.errors import ConfigError, EngineError, InvalidRequest, ModelError, RequestTooLong, UnsupportedModel
 from tests.checkpoint import TEXT, write_tokenizer
 from tests.models.reference import save_hf
@@ -212,3 +215,175 @@ def test_a_failed_step_ends_all_requests_and_the_engine_serves_on(monkeypatch, e
     llm.engine.scheduler.check()
     assert llm.engine.scheduler.target_pages.num_held == 0
     assert [output.token_ids for output in llm.generate(prompts)] == right
+
+
+# ---- streams ----
+
+STREAMED = [
+    SamplingParams(max_tokens=40, ignore_eos=True),
+    SamplingParams(max_tokens=40, temperature=1.2, seed=3, ignore_eos=True),
+    SamplingParams(max_tokens=40, temperature=1.2, seed=4, logprobs=1),
+]
+
+
+def join(chunks):
+    chunks = list(chunks)
+    assert all(chunk.finish_reason is None and chunk.stats is None for chunk in chunks[:-1])
+    return chunks, "".join(chunk.text for chunk in chunks), [t for chunk in chunks for t in chunk.token_ids]
+
+
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_a_stream_joined_is_what_generate_returns(folder, draft):
+    with LLM(str(folder), draft, policy="fixed:4" if draft else None, num_pages=64) as llm:
+        for params in STREAMED:
+            (right,) = llm.generate(TEXT[0], params)
+            for variant in (params, replace(params, stop=right.text[9:12])):
+                (right,) = llm.generate(TEXT[0], variant)
+                chunks, text, token_ids = join(llm.stream(TEXT[0], variant))
+                assert (text, token_ids) == (right.text, right.token_ids)
+                assert (chunks[-1].finish_reason, chunks[-1].error) == (right.finish_reason, right.error)
+                assert chunks[-1].stats.accepted == sum(chunk.num_accepted for chunk in chunks)
+                if params.logprobs is not None:
+                    assert [entry for chunk in chunks for entry in chunk.logprobs or ()] == right.logprobs
+    assert len(chunks) > 1
+
+
+def test_a_stream_says_which_text_was_drafted():
+    from faser.text import Tokenizer
+
+    target = make_model()
+    prompt, params = [5, 6, 7] * 5, SamplingParams(max_tokens=30, ignore_eos=True)
+    llm = LLM(target, target, policy="fixed:3", num_pages=64, tokenizer=spell_out(Tokenizer, target.config.vocab_size))
+    chunks, text, _ = join(llm.stream(prompt, params))
+    pieces = [piece for chunk in chunks for piece in chunk.pieces]
+    assert "".join(piece for piece, _ in pieces) == text
+    assert sum(accepted for _, accepted in pieces) == chunks[-1].stats.accepted > 0
+
+
+def spell_out(tokenizer_class, vocab_size):
+    """A tokenizer in which every token is a character."""
+    import tokenizers
+
+    vocab = {chr(0x4E00 + i): i for i in range(vocab_size)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token=chr(0x4E00)))
+    backend.decoder = tokenizers.decoders.Fuse()
+    return tokenizer_class(backend)
+
+
+def test_a_stream_closed_early_gives_back_its_pages_and_the_next_request_is_served(llm):
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    (right,) = llm.generate(TEXT[0], params)
+    stream = llm.stream(TEXT[0], params)
+    first = next(stream)
+    assert first.token_ids
+    stream.close()
+    assert not llm.engine.has_work
+    llm.engine.scheduler.check()
+    assert llm.engine.scheduler.target_pages.num_held == 0
+    assert llm.generate(TEXT[0], params)[0].token_ids == right.token_ids
+
+
+def test_a_stream_never_read_holds_nothing(llm):
+    stream = llm.stream(TEXT[0])
+    assert len(llm.generate(TEXT[0], SamplingParams(max_tokens=3))) == 1
+    stream.close()
+
+
+def test_with_the_last_chunk_the_llm_is_free_again(llm):
+    stream = llm.stream(TEXT[0], SamplingParams(max_tokens=8, ignore_eos=True))
+    for chunk in stream:
+        if chunk.finish_reason is not None:
+            break
+    assert len(llm.generate(TEXT[0], SamplingParams(max_tokens=3))) == 1
+
+
+def test_a_stream_of_something_wrong_refuses_it_with_the_first_chunk_and_holds_nothing(llm):
+    for prompt, error in (([1, 320], InvalidRequest), ([1] * 200, RequestTooLong)):
+        with pytest.raises(error):
+            next(llm.stream(prompt))
+        assert not llm.engine.has_work
+    assert join(llm.stream(TEXT[0], SamplingParams(max_tokens=2)))[2]
+
+
+def test_half_through_a_stream_the_same_thread_is_told_so_and_others_wait(llm):
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    (right,) = llm.generate(TEXT[1], params)
+    stream = llm.stream(TEXT[0], params)
+    next(stream)
+    with pytest.raises(EngineError, match=r"half read in this thread.*close\(\)"):
+        llm.generate(TEXT[1])
+    outputs = []
+    other = threading.Thread(target=lambda: outputs.extend(llm.generate(TEXT[1], params)))
+    other.start()
+    assert outputs == []
+    list(stream)
+    other.join()
+    assert outputs[0].token_ids == right.token_ids
+
+
+def test_an_llm_can_be_closed_half_through_a_stream(folder):
+    llm = LLM(str(folder), num_pages=64)
+    stream = llm.stream(TEXT[0], SamplingParams(max_tokens=20, ignore_eos=True))
+    next(stream)
+    llm.close()
+    with pytest.raises(EngineError, match="closed"):
+        next(stream)
+    with pytest.raises(EngineError, match="closed"):
+        llm.generate(TEXT[0])
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardInterrupt()])
+def test_a_step_that_fails_in_a_stream_ends_it_and_the_engine_serves_on(monkeypatch, error):
+    target = make_model()
+    llm = LLM(target, make_draft(target), num_pages=64, page_size=4)
+    right = join(llm.stream([5, 6, 7] * 5))[2]
+    with monkeypatch.context() as patched:
+        stream = llm.stream([5, 6, 7] * 5)
+        next(stream)
+
+        def fails(*args, **kwargs):
+            raise error
+
+        patched.setattr(target, "run_layers", fails)
+        with pytest.raises(EngineError if isinstance(error, Exception) else KeyboardInterrupt):
+            list(stream)
+    assert not llm.engine.has_work
+    assert llm.engine.scheduler.target_pages.num_held == 0
+    assert join(llm.stream([5, 6, 7] * 5))[2] == right
+
+
+# ---- conversations ----
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+MESSAGES = [{"role": "user", "content": "the quick"}]
+
+
+def test_chat_answers_what_the_template_writes_without_further_special_tokens(folder):
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    with LLM(str(folder), num_pages=64, chat_template=ChatTemplate(TEMPLATE, "<s>", "</s>")) as llm:
+        output = llm.chat(MESSAGES, params)
+        assert output.prompt_token_ids == llm.chat_prompt(MESSAGES)
+        assert output.prompt_token_ids[0] == 1
+        assert output.prompt_token_ids.count(1) == 1
+        (right,) = llm.generate("user: the quick\nassistant:", params)
+        assert output.prompt_token_ids[1:] == right.prompt_token_ids
+        assert join(llm.stream_chat(MESSAGES, params))[1] == output.text
+
+
+def test_a_model_without_a_template_says_what_to_do(llm):
+    with pytest.raises(InvalidRequest, match=r"no chat template.*--chat-template"):
+        llm.chat(MESSAGES)
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        next(llm.stream_chat(MESSAGES))
+    with pytest.raises(InvalidRequest, match="tokenizer"):
+        LLM(make_model(), num_pages=16, chat_template=TEMPLATE).chat(MESSAGES)
+
+
+def test_the_most_tokens_of_a_request_are_the_model_s_or_the_pool_s():
+    assert LLM(make_model(), num_pages=64, page_size=16).max_request_tokens == 128
+    assert LLM(make_model(), num_pages=64, page_size=16, max_model_len=50).max_request_tokens == 50
+    small = LLM(make_model(), num_pages=2, page_size=16)
+    assert small.max_request_tokens == 32
+    with pytest.raises(RequestTooLong):
+        small.generate([[1]], SamplingParams(max_tokens=32))
+    assert small.generate([[1]], SamplingParams(max_tokens=31, ignore_eos=True))

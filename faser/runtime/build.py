@@ -14,6 +14,7 @@ import torch
 from faser.config import NGRAM, EngineOptions
 from faser.engine import Engine
 from faser.errors import ConfigError, ModelError
+from faser.grammar import shared_compiler
 from faser.models import weights
 from faser.models.config import ModelConfig
 from faser.models.source import DEFAULT_DRAFT, PatchSource, Source, open_draft, open_target
@@ -89,8 +90,10 @@ def _dtype(options: EngineOptions, config: ModelConfig, device: Device) -> torch
     return weights.resolve_dtype(options.dtype, config, device.name)
 
 
-def build_engine(target: Transformer, draft: Draft, options: EngineOptions) -> Engine:
-    """An engine over models already in memory."""
+def build_engine(
+    target: Transformer, draft: Draft, options: EngineOptions, tokenizer: Tokenizer | None = None
+) -> Engine:
+    """An engine over models already in memory. Without a tokenizer, requests with a grammar fail with that reason."""
     policy = options.make_policy(has_draft=draft is not None)
     device = make_device(options.device)
     draft_model = draft if isinstance(draft, Transformer) else None
@@ -108,7 +111,10 @@ def build_engine(target: Transformer, draft: Draft, options: EngineOptions) -> E
         return ModelRunner(model, cache, device, limits.max_running, max_model_len)
 
     history = torch.from_numpy(np.zeros((limits.max_running, max_model_len), dtype=np.int64))  # memory on first touch
-    sampler = Sampler(limits.max_running, target.config.vocab_size, history)
+    compiler = None
+    if tokenizer is not None:
+        compiler = shared_compiler(tokenizer, target.config.vocab_size, target.config.eos_token_ids)
+    sampler = Sampler(limits.max_running, target.config.vocab_size, history, compiler)
     drafter: Drafter | None = None
     if draft_model is not None:
         drafter = ModelDrafter(runner(draft_model), sampler, history, target.config.vocab_size)

@@ -1,6 +1,7 @@
 """Where drafts come from. A drafter writes its tokens into the history behind each request's context.
 
-A wrong draft costs time and never a token: the verifier emits what the target says.
+A wrong draft costs time and never a token: the verifier emits what the target says. A draft that samples is under the
+request's grammar, as the target is; one that looks up is not, and the executor drops what does not fit.
 """
 
 from __future__ import annotations
@@ -47,21 +48,32 @@ class ModelDrafter:
             return np.zeros_like(plan.lengths)
         rows = Rows.of(plan.slots[runs], plan.draft_start[runs], plan.draft_rows[runs])
         lengths, slots, positions = plan.lengths[runs], rows.slots, plan.num_tokens[runs]
-        drafts = lengths > 0
-        self._extend(rows, rows.last[drafts], slots[drafts], positions[drafts])
+        active = np.flatnonzero(lengths)
+        stuck = self._extend(rows, rows.last[active], slots[active], positions[active])
+        lengths[active[stuck]] = 0
         for done in range(1, int(lengths.max())):
-            active = lengths > done
-            rows = Rows.of(slots[active], positions[active] + done - 1, np.ones(int(active.sum()), dtype=np.int64))
-            self._extend(rows, rows.last, rows.slots, rows.positions + 1)
-        return plan.lengths
+            active = np.flatnonzero(lengths > done)
+            if active.size == 0:
+                break
+            rows = Rows.of(slots[active], positions[active] + done - 1, np.ones(active.size, dtype=np.int64))
+            stuck = self._extend(rows, rows.last, rows.slots, rows.positions + 1)
+            lengths[active[stuck]] = done
+        num_drafted = np.zeros_like(plan.lengths)
+        num_drafted[runs] = lengths
+        return num_drafted
 
-    def _extend(self, rows: Rows, wanted: IntArray, slots: IntArray, positions: IntArray) -> None:
-        """Compute rows; draft the token at `positions` from the wanted ones."""
+    def _extend(self, rows: Rows, wanted: IntArray, slots: IntArray, positions: IntArray) -> list[int]:
+        """Compute rows; draft the token at `positions` from the wanted ones. Returns those that have none to draft.
+
+        A short vocabulary may hold no token that a request's grammar allows; the target will say what comes there.
+        """
         # A target's vocabulary may be padded beyond the draft's; such a token has no text, so any stand-in will do.
         token_ids = np.minimum(self._history[rows.owners, rows.positions], self._runner.model.config.vocab_size - 1)
         logits = self._runner.forward(rows, torch.from_numpy(token_ids), wanted)
-        if wanted.size:
-            self._history[slots, positions] = self._sampler.sample(self._spread(logits), slots, positions)
+        if wanted.size == 0:
+            return []
+        self._history[slots, positions] = self._sampler.sample(self._spread(logits), slots, positions)
+        return list(self._sampler.failed_rows)
 
     def _spread(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits by token id: noise, bias and penalties are. A short vocabulary proposes nothing outside itself."""

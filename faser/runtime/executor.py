@@ -1,7 +1,8 @@
 """The real side of the seam: a plan becomes forwards of the two models.
 
 Keeps each running request's tokens (the history) by slot, told by admissions and extended by its own results; drafts
-are written behind the context and overwritten by what the target says.
+are written behind the context and overwritten by what the target says. Drafts that break a request's grammar can never
+be accepted, and are dropped before the verification.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ class TorchExecutor:
         num_drafted = plan.lengths
         if self._drafter is not None:
             num_drafted = self._drafter.draft(plan)
-        verdict = self._verifier.verify(plan, num_drafted)
+        num_verified = self._sampler.num_valid(plan.slots, plan.num_tokens, num_drafted)
+        verdict = self._verifier.verify(plan, num_verified)
         return StepResult(
             num_drafted=num_drafted,
-            num_verified=num_drafted,
+            num_verified=num_verified,
             num_accepted=verdict.num_accepted,
             token_ids=verdict.token_ids,
             logprobs=verdict.logprobs,

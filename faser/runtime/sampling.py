@@ -30,7 +30,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from faser.types import IntArray, SamplingParams, TokenLogprobs
+from faser.errors import EngineError, InvalidRequest
+from faser.grammar import GrammarCompiler, Matcher
+from faser.types import Grammar, IntArray, SamplingParams, TokenLogprobs
 
 UInt32Array = NDArray[np.uint32]
 Float32Array = NDArray[np.float32]
@@ -45,6 +47,9 @@ LARGEST_UNIFORM = np.float32(1 - 2**-24)
 
 _MIN_TEMPERATURE = 1e-30  # a gap between logits divided by this is still a finite float32
 _LOWEST = np.finfo(np.float32).min
+
+NO_TOKENIZER = "a grammar needs a tokenizer, and the model has none; leave the grammar out"
+NO_TOKEN = "none of the tokens the grammar allows has a chance here; give a simpler grammar"
 
 
 # --- noise ---------------------------------------------------------------------------------------------------------
@@ -149,7 +154,11 @@ class Sampler:
     tokens, drafted ones included, and a row that samples position t sees the prefix history[slot, :t].
     """
 
-    def __init__(self, max_slots: int, vocab_size: int, history: torch.Tensor) -> None:
+    def __init__(
+        self, max_slots: int, vocab_size: int, history: torch.Tensor, compiler: GrammarCompiler | None = None
+    ) -> None:
+        self.failed_rows: dict[int, str] = {}  # rows of the last call of `sample` that had no token to give, and why
+        self._compiler = compiler
         self._token_ids = np.arange(vocab_size)
         self._history: IntArray = history.numpy()
         # each [max_slots]
@@ -165,10 +174,13 @@ class Sampler:
         self._frequency = np.zeros(max_slots, np.float32)
         self._penalised = np.zeros(max_slots, bool)
         self._biased = np.zeros(max_slots, bool)
+        self._constrained = np.zeros(max_slots, bool)  # has a grammar
+        self._adjusted = np.zeros(max_slots, bool)  # any of the last three
         self._num_banned = np.zeros(max_slots, np.int64)  # leading outputs that may not be a stop id
         self._num_logprobs = np.full(max_slots, -1, np.int64)  # -1: not asked for
         self._bias: dict[int, tuple[IntArray, Float32Array]] = {}
         self._stop_ids: dict[int, IntArray] = {}
+        self._matchers: dict[int, Matcher | str] = {}  # of the slots with a grammar; why there is none, where it is so
 
     def admit(self, slot: int, params: SamplingParams, seed: int, num_prompt: int, stop_ids: Sequence[int]) -> None:
         """Give `slot` to a request. `stop_ids` are banned while it has fewer than min_tokens outputs."""
@@ -185,10 +197,15 @@ class Sampler:
         self._frequency[slot] = params.frequency_penalty
         self._penalised[slot] = params.penalised
         self._biased[slot] = bool(bias)
+        self._constrained[slot] = params.grammar is not None
+        self._adjusted[slot] = bool(bias) or params.penalised or params.grammar is not None
         self._num_banned[slot] = params.min_tokens if stop_ids else 0
         self._num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self._bias[slot] = (np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32))
         self._stop_ids[slot] = np.array(list(stop_ids), np.int64)
+        self._matchers.pop(slot, None)
+        if params.grammar is not None:
+            self._matchers[slot] = self._make_matcher(params.grammar, stop_ids)
 
     def release(self, slot: int) -> None:
         """Take the slot back: its rows are plain greedy ones until the next request is admitted."""
@@ -198,8 +215,10 @@ class Sampler:
         """The tokens at `positions`: logits float32 [N, V], slots and positions [N] -> [N]. Leaves `logits` as it was.
 
         V may be smaller than the vocabulary (a draft's may be): bias, penalties and bans of ids from V on are skipped.
-        A row that is no distribution (`broken_rows`) yields some token; what to do about it is the caller's business.
+        A row that is no distribution (`broken_rows`), or has no token its grammar allows (`failed_rows`, from this call
+        until the next), yields some token; what to do about it is the caller's business.
         """
+        self.failed_rows = {}
         broken = broken_rows(logits)
         if broken.any():
             logits = logits.clone()
@@ -214,6 +233,8 @@ class Sampler:
             scores = scores.copy()
             for row in np.flatnonzero(adjusted).tolist():
                 self._adjust(scores[row], int(slots[row]), int(positions[row]))
+                if self._constrained[slots[row]]:
+                    self._constrain(scores[row], row, int(slots[row]), int(positions[row]))
         token_ids = np.empty(len(slots), np.int64)
         for kind, choose in enumerate((self._take_best, self._draw, self._draw_filtered)):
             rows = np.flatnonzero(kinds == kind)
@@ -241,7 +262,7 @@ class Sampler:
     # --- bias, penalties, ban: one row of scores, [V], in place ----------------------------------------------------
 
     def _needs_adjusting(self, slots: IntArray, positions: IntArray) -> NDArray[np.bool_]:
-        return self._biased[slots] | self._penalised[slots] | self._bans(slots, positions)
+        return self._adjusted[slots] | self._bans(slots, positions)
 
     def _bans(self, slots: Any, positions: Any) -> Any:
         """Whether stop ids are banned at a position, for one row or for [N]: position t has t - num_prompt outputs."""
@@ -272,8 +293,50 @@ class Sampler:
 
     def _penalise_outputs(self, score: Float32Array, slot: int, position: int) -> None:
         """For each token put out so far: subtract presence once, and frequency for each time."""
-        token_ids, counts = _count(self._history[slot, self._num_prompt[slot] : position], len(score))
+        token_ids, counts = _count(self._outputs(slot, position), len(score))
         score[token_ids] -= self._presence[slot] + self._frequency[slot] * counts.astype(np.float32)
+
+    # --- grammar ---------------------------------------------------------------------------------------------------
+
+    def num_valid(self, slots: IntArray, num_tokens: IntArray, num_drafted: IntArray) -> IntArray:
+        """How many of the tokens drafted behind each context its request's grammar allows: [B], [B], [B] -> [B]."""
+        if not self._matchers:
+            return num_drafted
+        num_valid = num_drafted.copy()
+        for i in np.flatnonzero(self._constrained[slots] & (num_drafted > 0)).tolist():
+            matcher, end = self._matchers[int(slots[i])], int(num_tokens[i])
+            drafted = self._history[slots[i], end : end + num_drafted[i]]
+            num_valid[i] = 0 if isinstance(matcher, str) else matcher.num_valid(self._outputs(slots[i], end), drafted)
+        return num_valid
+
+    def _make_matcher(self, grammar: Grammar, stop_ids: Sequence[int]) -> Matcher | str:
+        """Grammars are checked when a request is added; one that cannot be served even so ends that request alone."""
+        if self._compiler is None:
+            return NO_TOKENIZER
+        try:
+            return self._compiler.matcher(grammar, stop_ids)
+        except InvalidRequest as error:
+            return str(error)
+
+    def _constrain(self, score: Float32Array, row: int, slot: int, position: int) -> None:
+        """Forbid what the grammar does not allow at a position, in one row of scores [V]."""
+        matcher = self._matchers[slot]
+        if isinstance(matcher, str):
+            self.failed_rows[row] = matcher
+            return
+        try:
+            allowed = matcher.mask(self._outputs(slot, position), len(score))
+        except EngineError as error:
+            self.failed_rows[row] = str(error)
+            return
+        if allowed is not None:
+            score[~allowed] = -np.inf
+            if score.max() == -np.inf:
+                self.failed_rows[row] = NO_TOKEN
+                score[:] = 0
+
+    def _outputs(self, slot: int, position: int) -> IntArray:
+        return self._history[slot, self._num_prompt[slot] : position]
 
     # --- the three kinds: scores [R, V], slots [R], positions [R] -> token ids [R] ----------------------------------
 

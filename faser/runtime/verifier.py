@@ -7,10 +7,12 @@ decoding would have emitted.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from faser.runtime.batch import Rows
 from faser.runtime.runner import ModelRunner
@@ -35,6 +37,7 @@ class Verifier:
         self._history: IntArray = history.numpy()
 
     def verify(self, plan: StepPlan, num_drafted: IntArray) -> Verdict:
+        """Judge the first num_drafted tokens [B] behind each context; there may be more, which nobody looks at."""
         self._runner.apply(plan.target_pages)
         rows = Rows.of(plan.slots, plan.start, plan.num_rows + num_drafted)
         samples = np.flatnonzero(plan.samples)
@@ -54,9 +57,8 @@ class Verifier:
         self._history[slots[emitted], positions[emitted]] = said[emitted]
         num_accepted[samples] = accepted
         logprobs = self._sampler.logprobs(logits, slots, said)
-        # A broken row behind the last emitted token was computed from a refused draft and means nothing.
-        broken = np.flatnonzero(broken_rows(logits) & emitted)
-        failures = {int(i): BROKEN for i in samples[np.searchsorted(starts, broken, side="right") - 1]}
+        reasons = {**self._sampler.failed_rows, **dict.fromkeys(np.flatnonzero(broken_rows(logits)).tolist(), BROKEN)}
+        failures = _failures(reasons, emitted, samples, starts)
         return Verdict(num_accepted, said[emitted], _by_request(logprobs, samples, starts, accepted + 1), failures)
 
     def take_seconds(self) -> float:
@@ -71,6 +73,14 @@ def _leading_matches(
     agrees = is_draft & (said == drafted)
     first_miss: IntArray = np.minimum.reduceat(np.where(agrees, np.iinfo(np.int64).max, offsets), starts)
     return first_miss
+
+
+def _failures(
+    reasons: Mapping[int, str], emitted: NDArray[np.bool_], samples: IntArray, starts: IntArray
+) -> dict[int, str]:
+    """By request, from the rows that failed. Behind the last emitted token such a row stands on a refused draft."""
+    rows = [row for row in sorted(reasons, reverse=True) if emitted[row]]  # a request's first row has the last word
+    return {int(samples[np.searchsorted(starts, row, side="right") - 1]): reasons[row] for row in rows}
 
 
 def _by_request(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
 
 from faser import LLM, SamplingParams
+from faser.chat import ChatTemplate
 from faser.errors import ConfigError, ModelError
 from faser.models import draft as patches
 from faser.models import gguf, source
@@ -79,3 +81,58 @@ def test_opening_a_source_loads_no_llama_cpp():
     """The package that carries the default model imports much that FASER does not need; only its file is wanted."""
     source.default_target()
     assert source.DEFAULT_PACKAGE not in sys.modules
+
+
+# ---- chat templates ----
+
+
+def folder_with(path, settings=None, template=None):
+    if settings is not None:
+        (path / source.TOKENIZER_SETTINGS).write_text(json.dumps(settings))
+    if template is not None:
+        (path / source.TEMPLATE_FILE).write_text(template)
+    return source.FolderSource(path, gguf.read_config(source.default_target()))
+
+
+TOKENS = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "file", "right"),
+    [
+        ({"chat_template": "A"}, None, "A"),
+        ({"chat_template": "A"}, "B", "B"),
+        ({}, "B", "B"),
+        ({"chat_template": [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]}, None, "D"),
+    ],
+)
+def test_a_folder_s_template_is_its_file_or_its_tokenizer_s_default(tmp_path, settings, file, right):
+    template = folder_with(tmp_path, settings | TOKENS, file).chat_template()
+    assert template == ChatTemplate(right, "<s>", "</s>")
+
+
+@pytest.mark.parametrize("settings", [None, {}, {"chat_template": [{"name": "tool_use", "template": "T"}]}])
+def test_a_folder_without_a_template_has_none_and_may_be_given_one(tmp_path, settings):
+    folder = folder_with(tmp_path, settings)
+    assert folder.chat_template() is None
+    assert folder.chat_template("mine") == ChatTemplate("mine", "", "")
+
+
+def test_a_given_template_gets_the_model_s_own_tokens(tmp_path):
+    given = folder_with(tmp_path, TOKENS | {"chat_template": "A"}).chat_template("mine")
+    assert given == ChatTemplate("mine", "<s>", "</s>")
+    assert source.open_target(None).chat_template("mine") == ChatTemplate("mine", "<|im_start|>", "<|im_end|>")
+
+
+def test_a_broken_template_file_is_named(tmp_path):
+    folder = folder_with(tmp_path)
+    (tmp_path / source.TEMPLATE_FILE).write_bytes(b"\xff\xfe")
+    with pytest.raises(ModelError, match=r"chat_template\.jinja.*fetch the model again"):
+        folder.chat_template()
+
+
+def test_the_default_pair_answers_messages(default_pair):
+    output = default_pair.chat(
+        [{"role": "user", "content": "What is the capital of France?"}], SamplingParams(max_tokens=24)
+    )
+    assert "Paris" in output.text

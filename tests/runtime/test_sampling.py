@@ -5,6 +5,7 @@ Distributions are tested by chi-square against plain float64 code, on fixed seed
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,9 +13,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from faser.runtime.sampling import Sampler, gumbel, gumbel_of
-from faser.types import FloatArray, IntArray, SamplingParams
+from faser.types import FloatArray, Grammar, IntArray, SamplingParams
 
 NUM_DRAWS = 12_000
 VOCAB = 24
@@ -129,7 +131,24 @@ def test_another_seed_or_position_is_other_noise(one: tuple[int, int], other: tu
 # --- distributions -------------------------------------------------------------------------------------------------
 
 
-@dataclass
+GRAMMAR = Grammar("regex", "a")
+
+
+class Turns:
+    """A compiler with one grammar: an odd token after an even number of outputs, else one of the last ten."""
+
+    def matcher(self, grammar: Grammar, stop_ids: Sequence[int] = ()) -> "Turns":
+        return self
+
+    def mask(self, tokens: IntArray, vocab_size: int) -> NDArray[np.bool_]:
+        ids = np.arange(vocab_size)
+        return (ids % 2 == 1) if len(tokens) % 2 == 0 else (ids >= VOCAB - 10)
+
+    def num_valid(self, tokens: IntArray, drafted: IntArray) -> int:
+        return min(1, len(drafted))
+
+
+@dataclass(frozen=True)
 class Case:
     """One request with a fixed prefix, and what its next token should look like."""
 
@@ -159,6 +178,8 @@ def expected_scores(case: Case) -> FloatArray:
             scores[token] -= params.presence_penalty + params.frequency_penalty * counts[token]
         if token in case.stop_ids and len(case.outputs) < params.min_tokens:
             scores[token] = -math.inf
+        if params.grammar is not None and not Turns().mask(np.array(case.outputs), VOCAB)[token]:
+            scores[token] = -math.inf
     return scores
 
 
@@ -186,7 +207,7 @@ def draw(case: Case, num_draws: int = NUM_DRAWS) -> IntArray:
     """Sample one position with many seeds: the slot of each row has a seed of its own."""
     prefix = torch.tensor([*case.prompt, *case.outputs, 9, 9])  # what lies behind the prefix must not matter
     num_slots = 200
-    sampler = Sampler(num_slots, VOCAB, prefix.expand(num_slots, -1).contiguous())
+    sampler = Sampler(num_slots, VOCAB, prefix.expand(num_slots, -1).contiguous(), Turns())  # type: ignore[arg-type]
     logits = torch.tensor(case.logits, dtype=torch.float32).expand(num_slots, -1)
     slots, positions = np.arange(num_slots), np.full(num_slots, len(prefix) - 2)
     drawn = []
@@ -219,6 +240,12 @@ CASES = {
     "repetition reversed": Case(params(repetition_penalty=0.6)),
     "ban": Case(params(min_tokens=6)),
     "ban that has ended": Case(params(min_tokens=5)),
+    "grammar": Case(params(grammar=GRAMMAR)),
+    "grammar at an even number of outputs": Case(params(grammar=GRAMMAR), outputs=(3, 5, 5, 5)),
+    "grammar and filters": Case(params(grammar=GRAMMAR, temperature=1.7, top_k=6, top_p=0.9, min_p=0.05)),
+    "grammar and the rest": Case(
+        params(grammar=GRAMMAR, repetition_penalty=1.5, presence_penalty=0.5, logit_bias={15: 1.0, 2: 50.0})
+    ),
     "filters": Case(params(temperature=1.7, top_k=12, top_p=0.9, min_p=0.08)),
     "everything": Case(
         params(temperature=1.4, top_k=15, top_p=0.93, min_p=0.02, presence_penalty=0.4, frequency_penalty=0.3,
@@ -451,6 +478,48 @@ def test_ids_a_small_vocabulary_lacks_are_skipped() -> None:
     bench.history[0] = 49
     bench.admit(logit_bias={40: 50.0}, repetition_penalty=2.0, frequency_penalty=1.0, min_tokens=64, stop_ids=(45, 1))
     assert bench.one([1.0, 2.0, 1.5]) == 2
+
+
+# --- grammar -------------------------------------------------------------------------------------------------------
+
+
+def constrained(vocab: int = VOCAB, num_slots: int = 1) -> Bench:
+    bench = Bench(num_slots, vocab)
+    bench.sampler = Sampler(num_slots, vocab, bench.history, Turns())  # type: ignore[arg-type]
+    return bench
+
+
+def test_the_mask_is_that_of_the_outputs_before_the_position() -> None:
+    bench = constrained()
+    bench.admit(num_prompt=4, grammar=GRAMMAR)
+    logits = np.zeros(VOCAB)
+    logits[[2, 5, 20]] = 9, 7, 8
+    assert [bench.one(logits, position) for position in (4, 5, 6, 7)] == [5, 20, 5, 20]
+
+
+def test_a_row_without_an_allowed_token_says_why_and_touches_no_other() -> None:
+    bench = constrained(num_slots=2)
+    bench.admit(0, num_prompt=4, grammar=GRAMMAR, temperature=1.0, min_p=0.5)
+    bench.admit(1)
+    logits = torch.full((2, VOCAB), -torch.inf)
+    logits[:, 2] = 1.0
+    tokens = bench.sampler.sample(logits, np.array([0, 1]), np.array([4, 4]))
+    assert tokens[1] == 2
+    assert list(bench.sampler.failed_rows) == [0]
+    bench.sampler.sample(logits[1:], np.array([1]), np.array([5]))
+    assert bench.sampler.failed_rows == {}
+
+
+def test_drafts_are_counted_valid_by_the_grammar_of_those_who_have_one() -> None:
+    bench = constrained(num_slots=3)
+    slots, num_tokens, num_drafted = np.arange(3), np.full(3, 6), np.array([4, 4, 0])
+    assert bench.sampler.num_valid(slots, num_tokens, num_drafted) is num_drafted
+    bench.admit(1, grammar=GRAMMAR)
+    bench.admit(2, grammar=GRAMMAR)
+    assert bench.sampler.num_valid(slots, num_tokens, num_drafted).tolist() == [4, 1, 0]
+    bench.sampler.release(1)
+    bench.sampler.release(2)
+    assert bench.sampler.num_valid(slots, num_tokens, num_drafted) is num_drafted
 
 
 # --- logprobs ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,253 @@
+"""From the engine's tokens to the answer's text and JSON, for one HTTP request with one or more choices.
+
+Knows text, log-probabilities and OpenAI's shapes; knows no sockets. Text is handed out when it can no longer change:
+not within a character, and not while it may be the beginning of a stop string.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from secrets import token_hex
+from time import time
+
+import msgspec
+
+from faser.server.messages import Output
+from faser.server.protocol import (
+    AnswerMessage,
+    ApiError,
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    Completion,
+    CompletionChoice,
+    CompletionDetails,
+    CompletionLogprobs,
+    Delta,
+    PromptDetails,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from faser.text import StopChecker, TextStream, Tokenizer
+from faser.types import Finish, FinishReason, SamplingParams, TokenLogprobs
+
+_encode = msgspec.json.Encoder().encode
+DONE = b"data: [DONE]\n\n"
+
+
+def _event(value: msgspec.Struct) -> bytes:
+    return b"data: %b\n\n" % _encode(value)
+
+
+class ChoiceText:
+    """One choice's tokens as text. Without a tokenizer there is none."""
+
+    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
+        self._stream: TextStream | None = None
+        self._checker: StopChecker | None = None  # sees what the engine's sees, and so stops where that does
+        self._num_shown = 0
+        if tokenizer is not None and params.stop:
+            self._checker = StopChecker(tokenizer, params.stop, params.min_tokens)
+        elif tokenizer is not None:
+            self._stream = TextStream(tokenizer)
+
+    def push(self, token_ids: Sequence[int], finish: Finish | None) -> str:
+        """Take tokens; return the text that became certain."""
+        if finish is not None and finish.stop_id is not None:
+            token_ids = token_ids[:-1]
+        if self._stream is not None:
+            text = "".join(map(self._stream.push, token_ids))
+            return text + self._stream.finish() if finish is not None else text
+        return self._push_watched(token_ids, finish)
+
+    def _push_watched(self, token_ids: Sequence[int], finish: Finish | None) -> str:
+        if self._checker is None:
+            return ""
+        for token_id in token_ids:
+            self._checker.push(token_id)
+        text = self._checker.text
+        end = len(text) - (self._checker.num_held() if finish is None else 0)
+        start, self._num_shown = self._num_shown, max(self._num_shown, end)
+        return text[start:end]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a choice gained."""
+
+    text: str
+    logprobs: list[TokenLogprobs]
+    finish_reason: str | None
+
+
+class Choice:
+    def __init__(self, index: int, num_prompt: int, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
+        self.index = index
+        self.num_prompt = num_prompt
+        self.finish: Finish | None = None
+        self.num_tokens = 0
+        self._text = ChoiceText(tokenizer, params)
+        self._wants_logprobs = params.logprobs is not None
+
+    def feed(self, outputs: Iterable[Output]) -> Piece:
+        """Take what arrived together. A failed choice fails the whole answer."""
+        text, logprobs = "", []
+        for output in outputs:
+            self.num_tokens += len(output.token_ids)
+            self.finish = output.finish
+            if output.finish is not None and output.finish.reason is FinishReason.FAILED:
+                raise ApiError(500, output.finish.error or "the request failed", code="request_failed")
+            if output.logprobs is not None:
+                shown = len(output.token_ids) - (output.finish is not None and output.finish.stop_id is not None)
+                logprobs += output.logprobs[:shown]
+            text += self._text.push(output.token_ids, output.finish)
+        return Piece(text, logprobs, self.finish.reason.value if self.finish is not None else None)
+
+
+class Answerer(ABC):
+    """The shape of one answer: whole, or event by event."""
+
+    def __init__(self, prefix: str, model: str, tokenizer: Tokenizer | None, wants_logprobs: bool) -> None:
+        # id, creation time and model, as every answer repeats them
+        self._id, self._created, self._model = f"{prefix}-{token_hex(12)}", int(time()), model
+        self._tokenizer = tokenizer
+        self._wants_logprobs = wants_logprobs
+
+    @abstractmethod
+    def opening(self, choice: int) -> bytes:
+        """The event before the first text of a choice, where there is one."""
+
+    @abstractmethod
+    def usage_event(self, usage: Usage) -> bytes: ...
+
+    @abstractmethod
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes: ...
+
+    def event(self, choice: int, piece: Piece) -> bytes:
+        """One event of a stream, or none where there is nothing to say yet."""
+        return self._event(choice, piece) if piece.text or piece.finish_reason or piece.logprobs else b""
+
+    @abstractmethod
+    def _event(self, choice: int, piece: Piece) -> bytes: ...
+
+    def _token(self, token_id: int) -> tuple[str, bytes]:
+        """A token's text and bytes. Part of a character has no text: its bytes are spelt out, as OpenAI does."""
+        if self._tokenizer is None:
+            return "", b""
+        raw = self._tokenizer.token_bytes(token_id)
+        try:
+            return raw.decode(), raw
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw
+
+
+class CompletionAnswerer(Answerer):
+    def __init__(
+        self, model: str, tokenizer: Tokenizer | None, wants_logprobs: bool, echo: Sequence[str] | None = None
+    ) -> None:
+        super().__init__("cmpl", model, tokenizer, wants_logprobs)
+        self._echo = echo  # the text before each choice's own
+        self._offsets: dict[int, int] = {}  # where a choice's next token begins in its text
+
+    def opening(self, choice: int) -> bytes:
+        return _event(self._answer([CompletionChoice(choice, self._echo[choice])])) if self._echo is not None else b""
+
+    def usage_event(self, usage: Usage) -> bytes:
+        return _event(self._answer([], usage))
+
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
+        choices = [
+            self._choice(index, piece, self._echo[index] if self._echo is not None else "")
+            for index, piece in enumerate(pieces)
+        ]
+        return _encode(self._answer(choices, usage))
+
+    def _event(self, choice: int, piece: Piece) -> bytes:
+        return _event(self._answer([self._choice(choice, piece)]))
+
+    def _answer(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
+        return Completion(self._id, "text_completion", self._created, self._model, choices, usage)
+
+    def _choice(self, index: int, piece: Piece, before: str = "") -> CompletionChoice:
+        return CompletionChoice(index, before + piece.text, self._logprobs(index, piece.logprobs), piece.finish_reason)
+
+    def _logprobs(self, choice: int, logprobs: Sequence[TokenLogprobs]) -> CompletionLogprobs | None:
+        if not self._wants_logprobs:
+            return None
+        tokens, offsets = [self._token(item.token_id)[0] for item in logprobs], []
+        offset = self._offsets.get(choice, len(self._echo[choice]) if self._echo is not None else 0)
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        self._offsets[choice] = offset
+        return CompletionLogprobs(
+            tokens,
+            [item.logprob for item in logprobs],
+            [
+                {self._token(i)[0]: logprob for i, logprob in (*item.top, (item.token_id, item.logprob))}
+                for item in logprobs
+            ],
+            offsets,
+        )
+
+
+class ChatAnswerer(Answerer):
+    def __init__(self, model: str, tokenizer: Tokenizer | None, wants_logprobs: bool) -> None:
+        super().__init__("chatcmpl", model, tokenizer, wants_logprobs)
+
+    def opening(self, choice: int) -> bytes:
+        return _event(self._chunk([ChatDelta(choice, Delta("assistant", ""))]))
+
+    def usage_event(self, usage: Usage) -> bytes:
+        return _event(self._chunk([], usage))
+
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
+        choices = [
+            ChatChoice(i, AnswerMessage("assistant", piece.text), self._logprobs(piece.logprobs), piece.finish_reason)
+            for i, piece in enumerate(pieces)
+        ]
+        return _encode(ChatCompletion(self._id, "chat.completion", self._created, self._model, choices, usage))
+
+    def _event(self, choice: int, piece: Piece) -> bytes:
+        delta = Delta(content=piece.text) if piece.text else Delta()
+        return _event(self._chunk([ChatDelta(choice, delta, self._logprobs(piece.logprobs), piece.finish_reason)]))
+
+    def _chunk(self, choices: list[ChatDelta], usage: Usage | None = None) -> ChatChunk:
+        return ChatChunk(self._id, "chat.completion.chunk", self._created, self._model, choices, usage)
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
+        if not self._wants_logprobs:
+            return None
+        return ChatLogprobs(
+            [
+                TokenLogprob(
+                    *self._scored(item.token_id, item.logprob), [TopLogprob(*self._scored(*t)) for t in item.top]
+                )
+                for item in logprobs
+            ]
+        )
+
+    def _scored(self, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
+        token, raw = self._token(token_id)
+        return token, logprob, list(raw)
+
+
+def count_usage(prompts: Sequence[int], choices: Iterable[Choice]) -> Usage:
+    """Tokens of all choices; a prompt shared by several choices counts once."""
+    choices = list(choices)
+    ends = [choice.finish.stats for choice in choices if choice.finish is not None]
+    num_output = sum(choice.num_tokens for choice in choices)
+    num_prompt = sum(prompts)
+    per_prompt = len(choices) // len(prompts)
+    return Usage(
+        num_prompt,
+        num_output,
+        num_prompt + num_output,
+        PromptDetails(sum(stats.cached for stats in ends[::per_prompt])),
+        CompletionDetails(sum(s.accepted for s in ends), sum(s.drafted - s.accepted for s in ends)),
+    )

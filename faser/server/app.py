@@ -1,0 +1,306 @@
+"""The HTTP side: routes, limits, and answers as they leave, whole or as events.
+
+Knows ASGI and HTTP; what a request means is service.py's business. No answer carries a stack trace. A client that goes
+away is noticed at once and its request given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Sequence
+from time import monotonic, time
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from faser.config import ServerOptions
+from faser.server import dashboard, openapi
+from faser.server.answers import DONE, Choice, Piece, count_usage
+from faser.server.engine_client import Arrival, EngineClient, EngineGone, State
+from faser.server.figures import Figures
+from faser.server.messages import Output, Refused
+from faser.server.metrics import PrometheusText
+from faser.server.protocol import ApiError, ChatRequest, CompletionRequest, Model, ModelList, parse
+from faser.server.service import Call, Service
+
+log = logging.getLogger("faser.server")
+
+_JSON = "application/json"
+
+
+class Disconnected(Exception):
+    """The client went away."""
+
+
+class Api:
+    """The endpoints. One for the life of the process."""
+
+    def __init__(self, options: ServerOptions, engine: EngineClient, figures: Figures) -> None:
+        self.service = Service(options, engine, figures)
+        self.dashboard = dashboard.Dashboard(figures, engine)
+        self._options = options
+        self._engine = engine
+        self._figures = figures
+        self._metrics = PrometheusText(figures, engine)
+        self._created = int(time())
+
+    def app(self) -> Starlette:
+        routes = [
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+            Route("/dashboard", self.dashboard_page),
+            Route("/dashboard/data", self.dashboard_data),
+            Route("/openapi.json", self.openapi),
+        ]
+        middleware = []
+        if self._options.cors_origins:
+            middleware.append(
+                Middleware(
+                    CORSMiddleware,
+                    allow_origins=list(self._options.cors_origins),
+                    allow_methods=["GET", "POST"],
+                    allow_headers=["authorization", "content-type"],
+                )
+            )
+        if self._options.api_keys:
+            middleware.append(Middleware(KeyCheck, keys=self._options.api_keys))
+        handlers: dict[Any, Any] = {
+            HTTPException: _http_error,
+            ApiError: self._api_error,
+            ClientDisconnect: _gone,
+            Exception: _internal_error,
+        }
+        return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+
+    # ── generation ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def completions(self, request: Request) -> Response:
+        arrived = monotonic()
+        body = parse(await self._body(request), CompletionRequest)
+        return Generation(await self.service.complete(body, arrived), self.service, self._figures)
+
+    async def chat(self, request: Request) -> Response:
+        arrived = monotonic()
+        body = parse(await self._body(request), ChatRequest)
+        return Generation(await self.service.chat(body, arrived), self.service, self._figures)
+
+    async def _body(self, request: Request) -> bytes:
+        """The body, up to the limit. A longer one is refused as soon as that is known."""
+        self.service.served()  # nobody need send a body to learn that nothing is served
+        most = self._options.max_body_size
+        declared = request.headers.get("content-length", "")
+        if declared.isdigit() and int(declared) > most:
+            raise _too_large(most)
+        parts, size = [], 0
+        async for part in request.stream():
+            size += len(part)
+            if size > most:
+                raise _too_large(most)
+            parts.append(part)
+        return b"".join(parts)
+
+    async def _api_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        self._figures.refused[error.status] += 1
+        return Response(error.body, error.status, error.headers, _JSON)
+
+    # ── everything else ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def models(self, _: Request) -> Response:
+        return _json(ModelList([self._model()]))
+
+    async def model(self, request: Request) -> Response:
+        model = self._model()
+        if request.path_params["name"] != model.id:
+            raise ApiError(404, f"the model {request.path_params['name'][:200]!r} is not served here; {model.id!r} is",
+                           param="model", code="model_not_found")  # fmt: skip
+        return _json(model)
+
+    def _model(self) -> Model:
+        about = self.service.served().about
+        return Model(about.model, self._created, about.max_tokens)
+
+    async def health(self, _: Request) -> Response:
+        state = self.service.state
+        body = {"status": state, "engine_restarts": self._engine.num_restarts, "error": self._engine.failure}
+        return _json(body, 200 if state == State.READY else 503)
+
+    async def metrics(self, _: Request) -> Response:
+        return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def dashboard_page(self, _: Request) -> Response:
+        return FileResponse(dashboard.PAGE, media_type="text/html")
+
+    async def dashboard_data(self, _: Request) -> Response:
+        return _json(self.dashboard.data(self.service.state))
+
+    async def openapi(self, _: Request) -> Response:
+        return Response(openapi.document(), media_type=_JSON)
+
+
+class Generation(Response):
+    """An answer that is still being made."""
+
+    def __init__(self, call: Call, service: Service, figures: Figures) -> None:
+        self._call = call
+        self._service = service
+        self._figures = figures
+        self._started = False  # headers are out
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watcher = asyncio.create_task(self._watch(receive))
+        try:
+            await (self._stream(send) if self._call.streams else self._whole(send))
+        except ApiError as error:
+            await self._fail(error, send)
+        except EngineGone as error:
+            await self._fail(ApiError(503, str(error), code="engine_failed", headers={"Retry-After": "2"}), send)
+        except Disconnected:
+            log.debug("a client went away")
+        finally:
+            watcher.cancel()
+            self._service.cancel(self._call)
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._call.stream.fail(Disconnected())
+
+    async def _whole(self, send: Send) -> None:
+        call = self._call
+        pieces: list[list[Piece]] = [[] for _ in call.choices]
+        while any(choice.finish is None for choice in call.choices):
+            for choice, outputs in _by_choice(await call.stream.take(), call.choices):
+                pieces[choice.index].append(choice.feed(outputs))
+        body = call.answerer.whole([_joined(parts) for parts in pieces], count_usage(call.prompt_sizes, call.choices))
+        await Response(body, media_type=_JSON)({"type": "http"}, _nothing, send)
+
+    async def _stream(self, send: Send) -> None:
+        """Headers go out with the first token, so that what is refused before it has its own status."""
+        call, answerer = self._call, self._call.answerer
+        arrivals = _by_choice(await call.stream.take(), call.choices)
+        await send(_EVENT_STREAM)
+        self._started = True
+        events = b"".join(answerer.opening(choice.index) for choice in call.choices)
+        num_open = len(call.choices)
+        while True:
+            for choice, outputs in arrivals:
+                events += answerer.event(choice.index, choice.feed(outputs))
+                num_open -= choice.finish is not None
+            if not num_open:
+                break
+            if events:
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+            events = b""
+            arrivals = _by_choice(await call.stream.take(), call.choices)
+        if call.includes_usage:
+            events += answerer.usage_event(count_usage(call.prompt_sizes, call.choices))
+        await send({"type": "http.response.body", "body": events + DONE})
+
+    async def _fail(self, error: ApiError, send: Send) -> None:
+        """As an answer of its own, or as the last event of the one begun."""
+        self._figures.refused[error.status] += 1
+        if self._started:
+            await send({"type": "http.response.body", "body": b"data: %b\n\n" % error.body})
+        else:
+            response = Response(error.body, error.status, error.headers, _JSON)
+            await response({"type": "http"}, _nothing, send)
+
+
+_EVENT_STREAM: Message = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")],
+}
+
+
+def _by_choice(arrivals: Sequence[Arrival], choices: Sequence[Choice]) -> list[tuple[Choice, list[Output]]]:
+    """What arrived, together for each choice. A refusal of one refuses the request."""
+    found: dict[int, list[Output]] = {}
+    for index, message in arrivals:
+        if isinstance(message, Refused):
+            raise ApiError(400, message.message)
+        found.setdefault(index, []).append(message)
+    return [(choices[index], outputs) for index, outputs in found.items()]
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    return Piece(
+        "".join(piece.text for piece in pieces),
+        [item for piece in pieces for item in piece.logprobs],
+        pieces[-1].finish_reason,
+    )
+
+
+async def _nothing() -> Message:
+    raise AssertionError("a finished response reads nothing")
+
+
+class KeyCheck:
+    """Bearer keys for /v1; the rest shows figures, not text, and stays open."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("/v1") and not self._knows(scope["headers"]):
+            error = ApiError(401, "a valid API key is needed: send Authorization: Bearer KEY", code="invalid_api_key")
+            response = Response(error.body, 401, {"WWW-Authenticate": "Bearer"}, _JSON)
+            await response(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _knows(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
+        given = next((value for name, value in headers if name == b"authorization"), b"")
+        scheme, _, key = given.partition(b" ")
+        # every key is compared, in constant time: how long it takes says nothing
+        return (
+            bool(sum(hmac.compare_digest(key.strip(), known) for known in self._keys)) and scheme.lower() == b"bearer"
+        )
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type=_JSON)
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body has more than {most} bytes; send less", code="body_too_large")
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    found = ApiError(error.status_code, _REMEDIES.get(error.status_code, error.detail))
+    return Response(found.body, error.status_code, error.headers, _JSON)
+
+
+_REMEDIES = {
+    404: "no such path; the API is under /v1, and /openapi.json lists it",
+    405: "this path does not take that method; /openapi.json lists those it takes",
+}
+
+
+async def _gone(_: Request, error: Exception) -> Response:
+    """The client left while it still sent its body: nobody will read this."""
+    return Response(status_code=400)
+
+
+async def _internal_error(_: Request, error: Exception) -> Response:
+    """What nobody foresaw: logged where it happened, and said without its trace."""
+    found = ApiError(500, "an internal error; the server's log has the details", code="internal_error")
+    return Response(found.body, 500, media_type=_JSON)

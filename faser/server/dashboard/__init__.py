@@ -1,0 +1,222 @@
+"""/dashboard: a page and the data it draws: ten minutes by the second, the last minute in shares, and now."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from time import monotonic, time
+from typing import Any
+
+from faser.server.engine_client import EngineClient
+from faser.server.figures import Figures
+from faser.server.messages import Snapshot
+from faser.types import FinishReason
+
+PAGE = Path(__file__).parent / "index.html"
+HISTORY_SECONDS = 600
+WINDOW_SECONDS = 60.0  # of percentiles and shares
+
+
+class _Point:
+    """One second of the past."""
+
+    __slots__ = ("monotonic", "output_tokens", "snapshot", "time")
+
+    def __init__(self, figures: Figures) -> None:
+        self.time, self.monotonic = time(), monotonic()
+        self.output_tokens = figures.output_tokens
+        self.snapshot = figures.latest
+
+
+class Dashboard:
+    """Remembers a point a second; answers with all the page shows."""
+
+    def __init__(self, figures: Figures, engine: EngineClient) -> None:
+        self._figures = figures
+        self._engine = engine
+        self._started = monotonic()
+        self._points: deque[_Point] = deque([_Point(figures)], maxlen=HISTORY_SECONDS + 1)
+
+    def tick(self) -> None:
+        """Once a second."""
+        self._points.append(_Point(self._figures))
+
+    def data(self, state: str) -> dict[str, Any]:
+        minute = self._minute()
+        return {
+            "server": self._server(state),
+            "now": self._now(),
+            "history": self._history(),
+            "lengths": _difference(self._recent("lengths", 3), self._latest("lengths")),
+            "positions": {
+                "verified": _difference(minute.get("verified", []), self._latest("verified_per_position")),
+                "accepted": _difference(minute.get("accepted", []), self._latest("accepted_per_position")),
+            },
+            "drafted": {"minute": self._drafted(self._snapshot_before(WINDOW_SECONDS)), "total": self._drafted(None)},
+            "requests": self._requests(),
+        }
+
+    def _server(self, state: str) -> dict[str, Any]:
+        about = self._engine.about
+        named = {name: getattr(about, name, None) for name in ("model", "draft", "policy", "device", "dtype")}
+        return {
+            **named,
+            "version": version("faser"),
+            "uptime_seconds": monotonic() - self._started,
+            "state": state,
+            "max_running": about.max_running if about is not None else 0,
+            "kv_tokens": about.kv_tokens if about is not None else 0,
+        }
+
+    def _now(self) -> dict[str, Any]:
+        snapshot, about = self._figures.latest, self._engine.about
+        pages = about.num_pages if about is not None else 1
+        first, per_token = (_recent(r) for r in (self._figures.recent_first, self._figures.recent_per_token))
+        history = self._history(5)
+        now: dict[str, Any] = {
+            "running": 0, "waiting": 0, "kv_used": 0.0, "draft_kv_used": None, "speculating": False,
+            "prefix_hit_rate": None,
+            "output_rate": history["output_rate"][-1] if history["output_rate"] else 0.0,
+            "step_ms": history["step_ms"][-1] if history["step_ms"] else None,
+            "predicted_ms": history["predicted_ms"][-1] if history["predicted_ms"] else None,
+            "ttft_p50": _percentile(first, 50), "ttft_p99": _percentile(first, 99),
+            "tpot_p50": _percentile(per_token, 50), "tpot_p99": _percentile(per_token, 99),
+            "speculation": describe(snapshot, monotonic(), about.policy if about is not None else ""),
+        }  # fmt: skip
+        if snapshot is not None:
+            draft_pages = snapshot.draft_pages_held
+            now |= {
+                "running": snapshot.running,
+                "waiting": snapshot.waiting,
+                "kv_used": snapshot.pages_held / pages,
+                "draft_kv_used": draft_pages / pages if draft_pages is not None else None,
+                "speculating": snapshot.running > 0 and snapshot.last_drafting > 0,
+                "prefix_hit_rate": snapshot.prefix_hits / snapshot.prefix_queries if snapshot.prefix_queries else None,
+            }
+        return now
+
+    def _history(self, last: int = HISTORY_SECONDS) -> dict[str, list[Any]]:
+        points = list(self._points)[-last - 1 :]
+        rows = [_between(before, after) for before, after in pairwise(points)]
+        names = (
+            "time", "output_rate", "running", "waiting", "kv_used", "step_ms", "predicted_ms", "accepted_rate",
+            "mean_length",
+        )  # fmt: skip
+        pages = self._engine.about.num_pages if self._engine.about is not None else 1
+        history = {name: [row[name] for row in rows] for name in names}
+        history["kv_used"] = [held / pages for held in history["kv_used"]]
+        return history
+
+    def _minute(self) -> dict[str, list[int]]:
+        before = self._snapshot_before(WINDOW_SECONDS)
+        if before is None:
+            return {}
+        return {"verified": before.verified_per_position, "accepted": before.accepted_per_position}
+
+    def _snapshot_before(self, seconds: float) -> Snapshot | None:
+        """Where the engine stood so long ago; None if it has not run for so long, or was started again since."""
+        latest, since = self._figures.latest, monotonic() - seconds
+        before = next((p.snapshot for p in reversed(self._points) if p.monotonic <= since), None)
+        if before is None or latest is None or before.steps > latest.steps:
+            return None
+        return before
+
+    def _recent(self, name: str, seconds: float) -> list[int]:
+        before = self._snapshot_before(seconds)
+        return list(getattr(before, name)) if before is not None else []
+
+    def _latest(self, name: str) -> list[int]:
+        return list(getattr(self._figures.latest, name)) if self._figures.latest is not None else []
+
+    def _drafted(self, before: Snapshot | None) -> dict[str, int]:
+        latest = self._figures.latest
+        if latest is None:
+            return {"accepted": 0, "rejected": 0, "pruned": 0}
+        drafted, verified, accepted = (
+            getattr(latest, name) - (getattr(before, name) if before is not None else 0)
+            for name in ("drafted", "verified", "accepted")
+        )
+        return {"accepted": accepted, "rejected": verified - accepted, "pruned": drafted - verified}
+
+    def _requests(self) -> dict[str, int]:
+        ends = self._figures.ends
+        by_reason = {reason.value: ends[reason.value] for reason in FinishReason}
+        refused = sum(self._figures.refused.values())
+        return {"finished": ends["stop"] + ends["length"], **by_reason, "refused": refused}
+
+
+def describe(snapshot: Snapshot | None, now: float, policy: str) -> str:
+    """What speculation does at this moment, in words."""
+    if snapshot is None:
+        return "nothing has run yet"
+    decoding, drafting = snapshot.last_decoding, snapshot.last_drafting
+    if snapshot.running == 0:
+        return f"idle; policy {policy}"
+    if snapshot.speculating_changed is None:
+        return f"{_requests(snapshot.running)} being read; none decodes yet"
+    if not drafting:
+        since = _age(now - snapshot.speculating_changed)
+        return f"speculation off since {since}: {_requests(decoding)} decoding"
+    mean = snapshot.last_drafted / drafting
+    tokens = f"{mean:.0f} token{'s' if mean != 1 else ''}" if mean == round(mean) else f"{mean:.1f} tokens on average"
+    who = f"each of {_requests(drafting)}" if drafting == decoding else f"{drafting} of {_requests(decoding)}"
+    return f"drafting {tokens} for {who}"
+
+
+def _requests(number: int) -> str:
+    return f"{number} request{'s' if number != 1 else ''}"
+
+
+def _age(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
+def _between(before: _Point, after: _Point) -> dict[str, Any]:
+    """What happened in one second."""
+    seconds = max(after.monotonic - before.monotonic, 1e-3)
+    row: dict[str, Any] = {
+        "time": after.time,
+        "output_rate": (after.output_tokens - before.output_tokens) / seconds,
+        "running": 0,
+        "waiting": 0,
+        "kv_used": 0,
+        "step_ms": None,
+        "predicted_ms": None,
+        "accepted_rate": 0.0,
+        "mean_length": None,
+    }
+    now, was = after.snapshot, before.snapshot
+    if now is None:
+        return row
+    row |= {"running": now.running, "waiting": now.waiting, "kv_used": now.pages_held}
+    if was is None or was.steps > now.steps:
+        return row
+    steps, decoded = now.steps - was.steps, sum(now.lengths) - sum(was.lengths)
+    if steps:
+        row["step_ms"] = 1e3 * (now.step_seconds - was.step_seconds) / steps
+        row["predicted_ms"] = 1e3 * (now.predicted_seconds - was.predicted_seconds) / steps
+    if decoded:
+        row["mean_length"] = (now.drafted - was.drafted) / decoded
+    row["accepted_rate"] = (now.accepted - was.accepted) / seconds
+    return row
+
+
+def _difference(before: Iterable[int], after: Sequence[int]) -> list[int]:
+    earlier = [*before]
+    return [value - (earlier[i] if i < len(earlier) else 0) for i, value in enumerate(after)]
+
+
+def _recent(samples: Iterable[tuple[float, float]]) -> list[float]:
+    since = monotonic() - WINDOW_SECONDS
+    return sorted(value for when, value in samples if when >= since)
+
+
+def _percentile(ordered: Sequence[float], percent: float) -> float | None:
+    if not ordered:
+        return None
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]

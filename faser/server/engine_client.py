@@ -1,0 +1,289 @@
+"""The HTTP process's side of the engine: start it, talk to it, notice when it dies, start it again.
+
+Knows the engine's process and its frames; knows nothing of HTTP or JSON. Every request handed in ends: with the
+engine's own last word, or with an `EngineGone` the moment the engine's socket closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from enum import StrEnum
+from itertools import count
+from time import monotonic
+from typing import Any, Protocol
+
+from faser.config import ServerOptions
+from faser.server.messages import (
+    About,
+    Add,
+    Cancel,
+    Failed,
+    Frames,
+    FromEngine,
+    Output,
+    Outputs,
+    Refused,
+    Snapshot,
+    Start,
+    frame,
+    pack_params,
+    socket_pair,
+)
+from faser.types import SamplingParams
+
+log = logging.getLogger("faser.server")
+
+MAX_DEATHS = 3  # of the engine within DEATH_SECONDS, after which it is not started again
+DEATH_SECONDS = 60.0
+_REAP_SECONDS = 5.0
+
+
+class State(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"
+    FAILED = "failed"  # for good
+
+
+class EngineGone(Exception):
+    """The engine ended while the request was open."""
+
+
+class Observer(Protocol):
+    """Who keeps the figures."""
+
+    def gained(self, track: Track, num_tokens: int, now: float) -> None: ...
+
+    def ended(self, track: Track, output: Output | None, now: float) -> None:
+        """A request is over; `output` is None where the engine did not say how."""
+        ...
+
+    def snapshot(self, snapshot: Snapshot) -> None: ...
+
+
+class Track:
+    """One choice of one HTTP request, on its way: what its figures are made of."""
+
+    __slots__ = ("arrived", "first", "id", "index", "last", "num_prompt", "num_tokens", "stream")
+
+    def __init__(self, id_: str, index: int, arrived: float, num_prompt: int, stream: Stream) -> None:
+        self.id = id_
+        self.index = index
+        self.arrived = arrived
+        self.num_prompt = num_prompt
+        self.stream = stream
+        self.first: float | None = None
+        self.last = arrived
+        self.num_tokens = 0
+
+
+Arrival = tuple[int, Output | Refused]  # the choice's index, and what the engine said of it
+
+
+class Stream:
+    """What the engine says about the choices of one HTTP request. What was not taken yet comes together."""
+
+    def __init__(self) -> None:
+        self._arrivals: list[Arrival] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: Exception | None = None
+
+    def push(self, index: int, message: Output | Refused) -> None:
+        self._arrivals.append((index, message))
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """No more will come. What came before is still delivered."""
+        if self._error is None:
+            self._error = error
+            self._wake()
+
+    async def take(self) -> list[Arrival]:
+        """All that came since the last call, at least one; raises what `fail` was given."""
+        if not self._arrivals and self._error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if not self._arrivals and self._error is not None:
+            raise self._error
+        arrivals, self._arrivals = self._arrivals, []
+        return arrivals
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class EngineClient:
+    def __init__(self, options: ServerOptions, observer: Observer) -> None:
+        self.state = State.STARTING
+        self.about: About | None = None
+        self.failure: str | None = None  # why the engine stays down
+        self.num_restarts = 0
+        self.ready = asyncio.Event()
+        self._options = options
+        self._observer = observer
+        self._tracks: dict[str, Track] = {}
+        self._ids = count()
+        self._transport: asyncio.WriteTransport | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closing = False
+
+    @property
+    def num_open(self) -> int:
+        """Choices that run or wait."""
+        return len(self._tracks)
+
+    @property
+    def process_id(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def submit(
+        self, choices: Sequence[tuple[list[int], SamplingParams, int]], stop_ids: Sequence[int], arrived: float
+    ) -> tuple[Stream, list[Track]]:
+        """Send (prompt ids, parameters, seed) of each choice; what comes of them comes through the stream."""
+        if self._transport is None or self.state is not State.READY:
+            raise EngineGone("the engine is not running")
+        stream, tracks, frames = Stream(), [], []
+        for index, (prompt, params, seed) in enumerate(choices):
+            track = Track(str(next(self._ids)), index, arrived, len(prompt), stream)
+            tracks.append(track)
+            frames.append(frame(Add(track.id, prompt, pack_params(params), seed, list(stop_ids))))
+        self._tracks.update((track.id, track) for track in tracks)
+        self._transport.write(b"".join(frames))
+        return stream, tracks
+
+    def cancel(self, tracks: Sequence[Track]) -> None:
+        """Give up what is still open of these; the engine frees it before its next step."""
+        open_ones = [track for track in tracks if self._tracks.pop(track.id, None) is not None]
+        now = monotonic()
+        for track in open_ones:
+            self._observer.ended(track, None, now)
+        if open_ones and self._transport is not None:
+            self._transport.write(b"".join(frame(Cancel(track.id)) for track in open_ones))
+
+    def fail_all(self, reason: str) -> None:
+        """End every open request with an error."""
+        for track in list(self._tracks.values()):
+            track.stream.fail(EngineGone(reason))
+        self.cancel(list(self._tracks.values()))
+
+    # ── the process ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def run(self) -> None:
+        """Keep an engine running until `close`, or until it is beyond help (state FAILED)."""
+        deaths: deque[float] = deque(maxlen=MAX_DEATHS)
+        while not self._closing:
+            was_ready, reason = await self._run_once()
+            if self._closing:
+                return
+            deaths.append(monotonic())
+            often = len(deaths) == MAX_DEATHS and deaths[-1] - deaths[0] < DEATH_SECONDS
+            if often or not was_ready or self._options.on_engine_failure == "exit":
+                self.failure = self.failure or (f"{reason}, {MAX_DEATHS} times within a minute" if often else reason)
+                self.state = State.FAILED
+                return
+            log.error("%s; starting it again", reason)
+            self.state = State.RESTARTING
+            self.num_restarts += 1
+
+    async def _run_once(self) -> tuple[bool, str]:
+        """One engine from start to end: whether it ever was ready, and how it ended."""
+        ours, theirs = socket_pair()
+        command = [sys.executable, "-m", "faser.server.worker", str(theirs.fileno()), self._options.engine_factory]
+        # A session of its own: Ctrl-C in a terminal is for the server alone, which then ends the engine.
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+        theirs.close()
+        loop = asyncio.get_running_loop()
+        lost: asyncio.Future[None] = loop.create_future()
+        self._transport, _ = await loop.create_unix_connection(lambda: _Connection(self._receive, lost), sock=ours)
+        self._transport.write(frame(self._start()))
+        self.ready.clear()
+        await lost
+        was_ready, self._transport = self.ready.is_set(), None
+        self.ready.clear()
+        if not self._closing and self.failure is None:
+            self.state = State.RESTARTING
+        self.fail_all("the engine process ended while it worked on this request; send it again")
+        status = await asyncio.to_thread(_reap, self._process)
+        return was_ready, f"the engine process ended ({status})"
+
+    async def close(self) -> None:
+        """End the engine: it leaves when its socket closes."""
+        self._closing = True
+        self.fail_all("the server is shutting down")
+        if self._transport is not None:
+            self._transport.close()
+        if self._process is not None:
+            await asyncio.to_thread(_reap, self._process)
+
+    def _start(self) -> Start:
+        options, engine = self._options, self._options.engine
+        return Start(
+            options.model,
+            options.draft,
+            {name: getattr(engine, name) for name in engine.__dataclass_fields__},
+            options.chat_template,
+            options.served_model_name,
+            options.log_level,
+        )
+
+    def _receive(self, message: FromEngine) -> None:
+        if isinstance(message, Outputs):
+            self._receive_outputs(message)
+        elif isinstance(message, Refused):
+            track = self._tracks.pop(message.id, None)
+            if track is not None:
+                self._observer.ended(track, None, monotonic())
+                track.stream.push(track.index, message)
+        elif isinstance(message, Failed):
+            self.failure = message.message
+        else:
+            self.about, self.state = message, State.READY
+            self.ready.set()
+
+    def _receive_outputs(self, message: Outputs) -> None:
+        now, observer, tracks = monotonic(), self._observer, self._tracks
+        for output in message.outputs:
+            track = tracks.get(output.id)
+            if track is None:
+                continue  # cancelled meanwhile
+            if output.token_ids:
+                observer.gained(track, len(output.token_ids), now)
+            if output.finish is not None:
+                del tracks[output.id]
+                observer.ended(track, output, now)
+            track.stream.push(track.index, output)
+        if message.snapshot is not None:
+            observer.snapshot(message.snapshot)
+
+
+class _Connection(asyncio.Protocol):
+    def __init__(self, receive: Any, lost: asyncio.Future[None]) -> None:
+        self._receive = receive
+        self._lost = lost
+        self._frames = Frames(FromEngine)
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._frames.feed(data):
+            self._receive(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._lost.done():
+            self._lost.set_result(None)
+
+
+def _reap(process: subprocess.Popen[bytes]) -> str:
+    """Wait for a process whose socket is closed; kill it if it does not leave."""
+    try:
+        code = process.wait(_REAP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        code = process.wait()
+    return f"signal {-code}" if code < 0 else f"exit status {code}"

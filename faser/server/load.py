@@ -1,0 +1,98 @@
+"""From a `Start` to a running engine: the factory of the engine's process. The one module of the server with torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import monotonic
+
+from faser.config import NGRAM, EngineOptions
+from faser.engine import Engine
+from faser.grammar import ANY_OBJECT, shared_compiler
+from faser.models.source import DEFAULT_DRAFT, DEFAULT_HUB_NAME, open_target
+from faser.models.transformer import Transformer
+from faser.runtime.build import LoadedPair, build_engine, load_pair
+from faser.runtime.kv_cache import bytes_per_page
+from faser.server.messages import About, Start
+from faser.server.worker import Served
+from faser.stats import EngineStats
+from faser.types import Grammar, Request, SamplingParams
+
+
+def load(start: Start) -> Served:
+    """Models from disk, an engine on a device, and what to say of them."""
+    started = monotonic()
+    options = EngineOptions(**start.engine)
+    template = open_target(start.model).chat_template(start.chat_template)
+    if template is not None:
+        template.check()
+    pair = load_pair(start.model, start.draft, options)
+    engine = build_engine(pair.target, pair.draft, options, pair.tokenizer)
+    _warm_up(engine, pair)
+    scheduler, pages = engine.scheduler, engine.scheduler.target_pages
+    about = About(
+        model=start.served_model_name or _model_name(start.model),
+        draft=_draft_name(start),
+        policy=scheduler.policy.name,
+        device="cpu",
+        dtype=str(pair.target.dtype).removeprefix("torch."),
+        reasons=_reasons(start, options),
+        vocab_size=pair.target.config.vocab_size,
+        end_ids=list(pair.target.config.eos_token_ids),
+        max_model_len=scheduler.limits.max_model_len,
+        max_running=scheduler.limits.max_running,
+        page_size=pages.page_size,
+        num_pages=pages.num_pages,
+        kv_bytes=_kv_bytes(pair, pages.num_pages, pages.page_size),
+        load_seconds=monotonic() - started,
+        tokenizer=pair.tokenizer.to_json() if pair.tokenizer is not None else None,
+        chat_template=(template.source, template.bos_token, template.eos_token) if template is not None else None,
+    )
+    return Served(engine, about, pair.tokenizer)
+
+
+def _warm_up(engine: Engine, pair: LoadedPair) -> None:
+    """What a process does only once is not the first client's to wait for: a first request, a first grammar."""
+    engine.add(Request(id="warm-up", prompt_token_ids=(0,) * 8, params=SamplingParams(max_tokens=4), seed=0))
+    while engine.has_work:
+        engine.step()
+    engine.stats = EngineStats()
+    config = pair.target.config
+    if pair.tokenizer is not None and config.eos_token_ids:
+        compiler = shared_compiler(pair.tokenizer, config.vocab_size, config.eos_token_ids)
+        compiler.check(Grammar("json_schema", ANY_OBJECT))
+
+
+def _model_name(model: str | None) -> str:
+    """What clients call it: the end of a hub name, a folder's name, a GGUF's stem."""
+    if model is None:
+        return DEFAULT_HUB_NAME.partition("/")[2]
+    return Path(model).name.removesuffix(".gguf") or model
+
+
+def _draft_name(start: Start) -> str | None:
+    if start.draft is not None:
+        return start.draft if start.draft == NGRAM else _model_name(start.draft)
+    return DEFAULT_DRAFT.stem if start.model is None else None
+
+
+def _kv_bytes(pair: LoadedPair, num_pages: int, page_size: int) -> int:
+    models = [model for model in (pair.target, pair.draft) if isinstance(model, Transformer)]
+    return num_pages * sum(bytes_per_page(model.config, page_size, model.dtype) for model in models)
+
+
+def _reasons(start: Start, options: EngineOptions) -> dict[str, str]:
+    """Why each thing was chosen, for the lines printed at start-up."""
+    if options.policy is not None:
+        policy = "as asked"
+    elif start.model is None or start.draft is not None:
+        policy = "the default with a draft"
+    else:
+        policy = "no draft was named"
+    sized = options.kv_memory is not None or options.num_pages is not None
+    return {
+        "device": "as asked" if options.device != "auto" else "the only device of this version",
+        "dtype": "as asked" if options.dtype != "auto" else "computes fastest on a CPU",
+        "policy": policy,
+        "kv": "as asked" if sized else "at most a quarter of the memory and 4 GiB, and no more than could be used",
+        "draft": "as asked" if start.draft is not None else "ships with FASER" if start.model is None else "none named",
+    }

@@ -1,0 +1,204 @@
+"""What crosses between the HTTP process and the engine's process, and how: MessagePack frames on a socket pair.
+
+A socket rather than a message queue: when a process dies the other reads end-of-file at once, whatever killed it, so
+nothing has to be polled or timed. Knows the shapes of the messages and their framing; knows no engine and no HTTP.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+
+from faser.types import Finish, Grammar, Progress, SamplingParams, TokenLogprobs
+
+_LENGTH_BYTES = 4
+BUFFER_BYTES = 4 * 2**20  # of the socket in each direction: a busy HTTP process must not stall a step
+
+
+class Start(msgspec.Struct, frozen=True):
+    """The first frame to an engine process: what to serve. `engine` holds fields of EngineOptions."""
+
+    model: str | None
+    draft: str | None
+    engine: dict[str, Any]
+    chat_template: str | None
+    served_model_name: str | None
+    log_level: str
+
+
+class Add(msgspec.Struct, frozen=True, tag="add"):
+    id: str
+    prompt_token_ids: list[int]
+    params: dict[str, Any]  # the fields of SamplingParams that are not the default
+    seed: int
+    stop_ids: list[int]
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    id: str
+
+
+ToEngine = Add | Cancel
+
+
+class About(msgspec.Struct, frozen=True, tag="ready"):
+    """The engine is up: all the HTTP process needs to know of it. `reasons` says why each thing was chosen."""
+
+    model: str
+    draft: str | None
+    policy: str
+    device: str
+    dtype: str
+    reasons: dict[str, str]
+    vocab_size: int
+    end_ids: list[int]
+    max_model_len: int
+    max_running: int
+    page_size: int
+    num_pages: int
+    kv_bytes: int
+    load_seconds: float
+    tokenizer: str | None  # tokenizer.json
+    chat_template: tuple[str, str, str] | None  # source, bos, eos
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.num_pages * self.page_size
+
+    @property
+    def max_tokens(self) -> int:
+        """Of one request, prompt and output: what the model takes and the pool can hold."""
+        return min(self.max_model_len, self.kv_tokens)
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The engine could not start; it ends after this frame."""
+
+    message: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """A request that was not taken in."""
+
+    id: str
+    message: str
+
+
+class Output(msgspec.Struct, frozen=True, array_like=True):
+    """One request's gain in one step."""
+
+    id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish: Finish | None = None
+
+
+class Snapshot(msgspec.Struct, frozen=True, array_like=True):
+    """Where the engine stands: totals since it started, and the latest step. Times are of the monotonic clock."""
+
+    time: float
+    running: int
+    waiting: int
+    steps: int
+    emitted: int
+    drafted: int
+    verified: int
+    accepted: int
+    preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+    step_failures: int
+    step_seconds: float
+    predicted_seconds: float
+    off_seconds: float
+    plan_seconds: float
+    draft_seconds: float
+    verify_seconds: float
+    pages_held: int
+    draft_pages_held: int | None  # None: no draft model
+    lengths: list[int]
+    verified_per_position: list[int]
+    accepted_per_position: list[int]
+    last_decoding: int
+    last_drafting: int
+    last_drafted: int
+    last_seconds: float | None
+    last_predicted: float | None
+    speculating_changed: float | None
+
+
+class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
+    outputs: list[Output]
+    snapshot: Snapshot | None = None
+
+
+FromEngine = About | Failed | Refused | Outputs
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    body = _encoder.encode(message)
+    return len(body).to_bytes(_LENGTH_BYTES, "big") + body
+
+
+class Frames:
+    """Cuts a byte stream back into messages of one type."""
+
+    def __init__(self, type_: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(type_)
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """The messages completed by `data`."""
+        self._buffer += data
+        start = 0
+        while len(self._buffer) - start >= _LENGTH_BYTES:
+            end = start + _LENGTH_BYTES + int.from_bytes(self._buffer[start : start + _LENGTH_BYTES], "big")
+            if len(self._buffer) < end:
+                break
+            body = bytes(self._buffer[start + _LENGTH_BYTES : end])
+            start = end
+            yield self._decoder.decode(body)
+        del self._buffer[:start]
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    ours, theirs = socket.socketpair()
+    for end in (ours, theirs):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+    return ours, theirs
+
+
+_DEFAULTS = SamplingParams()
+
+
+def pack_params(params: SamplingParams) -> dict[str, Any]:
+    """The fields that are not the default, as plain values."""
+    packed: dict[str, Any] = {}
+    for field in fields(params):
+        value = getattr(params, field.name)
+        if value == getattr(_DEFAULTS, field.name):
+            continue
+        if isinstance(value, Grammar):
+            value = (value.kind, value.text)
+        elif field.name == "logit_bias":
+            value = dict(value)
+        packed[field.name] = value
+    return packed
+
+
+def unpack_params(packed: dict[str, Any]) -> SamplingParams:
+    values = dict(packed)
+    if "grammar" in values:
+        values["grammar"] = Grammar(*values["grammar"])
+    return SamplingParams(**values)
+
+
+def pack_progress(item: Progress) -> Output:
+    return Output(item.request_id, item.token_ids, item.logprobs, item.finish)

@@ -1,0 +1,453 @@
+"""The OpenAI API as values: what a request may say, what an answer looks like, and how a refusal reads.
+
+Knows JSON and the meaning of every field; knows no engine, no tokens and no sockets. A field that is not supported is
+refused by name with what to do about it, and never ignored: only values that change nothing pass.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from faser.errors import InvalidRequest
+from faser.grammar import ANY_OBJECT
+from faser.types import MAX_LOGPROBS, Grammar, SamplingParams
+
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 16
+MAX_BIASED_TOKENS = 1024
+
+_UNSUPPORTED = {
+    "best_of": "ask for n choices and pick one",
+    "suffix": "FASER serves decoders that continue text; put the suffix into the prompt",
+    "tools": "describe the tools in a message and constrain the answer with response_format",
+    "tool_choice": "tools are not supported",
+    "functions": "tools are not supported",
+    "function_call": "tools are not supported",
+    "parallel_tool_calls": "tools are not supported",
+    "prediction": "the server drafts by itself; max_draft bounds how much",
+    "modalities": "only text is served",
+    "audio": "only text is served",
+    "store": "answers are not stored",
+    "reasoning_effort": "the models served have no such setting",
+    "verbosity": "the models served have no such setting",
+    "web_search_options": "the server has no tools",
+    "service_tier": "there is one tier",
+    "metadata": "answers are not stored",
+    "chat_template": "start the server with --chat-template FILE",
+    "guided_regex": 'use structured_outputs {"regex": …}',
+    "guided_json": 'use response_format {"type": "json_schema", …}',
+    "length_penalty": "beam search is not supported",
+    "use_beam_search": "beam search is not supported",
+    "prompt_logprobs": "only logprobs of the output are reported",
+}
+# Values of unsupported fields that ask for what happens anyway.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,), "tools": ([],), "tool_choice": ("none",), "functions": ([],), "function_call": ("none",),
+    "parallel_tool_calls": (True, False), "modalities": (["text"],), "store": (False,),
+    "service_tier": ("auto", "default"), "metadata": ({},), "use_beam_search": (False,), "length_penalty": (1, 1.0),
+}  # fmt: skip
+
+
+class ApiError(Exception):
+    """An answer that is not 200, in OpenAI's envelope."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = headers or {}
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+# ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One level of a request body."""
+
+
+class StreamOptions(_Request, frozen=True):
+    include_usage: bool = False
+
+
+class JsonSchema(_Request, frozen=True):
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(_Request, frozen=True):
+    type: str
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(_Request, frozen=True):
+    regex: str
+
+
+class _Sampled(_Request, frozen=True, kw_only=True):
+    """The fields that completions and chat share. None is: not given."""
+
+    model: str | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=MAX_BIASED_TOKENS)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    user: str | None = None  # an identifier of the client's own; nothing is done with it
+    response_format: ResponseFormat | None = None
+    # what OpenAI has not: vLLM's names where it has one, and max_draft
+    top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_BIASED_TOKENS)] | None = None
+    ignore_eos: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    max_draft: Annotated[int, Meta(ge=0, le=2**31)] | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+        """The engine's parameters."""
+        given: dict[str, Any] = {
+            "temperature": self.temperature if self.temperature is not None else 1.0,
+            "top_p": self.top_p,
+            "top_k": max(self.top_k, 0) if self.top_k is not None else None,  # -1 is "all" elsewhere
+            "min_p": self.min_p,
+            "min_tokens": self.min_tokens,
+            "stop": self.stop,
+            "stop_token_ids": self.stop_token_ids,
+            "ignore_eos": self.ignore_eos,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": _token_keys(self.logit_bias),
+            "seed": self.seed,
+            "logprobs": logprobs,
+            "max_draft": self.max_draft,
+            "grammar": self.grammar(),
+        }
+        try:
+            return SamplingParams(max_tokens=max_tokens, **{k: v for k, v in given.items() if v is not None})
+        except InvalidRequest as error:
+            raise ApiError(400, str(error), param=_leading_name(str(error))) from None
+
+    def grammar(self) -> Grammar | None:
+        given = self.response_format
+        if self.structured_outputs is not None:
+            if given is not None and given.type != "text":
+                raise ApiError(
+                    400,
+                    "response_format and structured_outputs both constrain the output; give one of them",
+                    param="structured_outputs",
+                )
+            return _checked_grammar("regex", self.structured_outputs.regex, "structured_outputs.regex")
+        if given is None or given.type == "text":
+            return None
+        if given.type == "json_object":
+            return Grammar("json_schema", ANY_OBJECT)
+        if given.type != "json_schema":
+            raise ApiError(
+                400,
+                f"response_format.type={given.type!r}: expected text, json_object or json_schema "
+                '(a regular expression goes into structured_outputs {"regex": …})',
+                param="response_format.type",
+            )
+        if given.json_schema is None or given.json_schema.schema is None:
+            raise ApiError(
+                400, "response_format of type json_schema needs json_schema.schema", param="response_format.json_schema"
+            )
+        param = "response_format.json_schema.schema"
+        try:
+            text = msgspec.json.encode(given.json_schema.schema).decode()
+        except RecursionError:
+            raise ApiError(400, f"{param}: nested too deeply; flatten it", param=param) from None
+        return _checked_grammar("json_schema", text, param)
+
+
+PromptPart = str | Annotated[int, Meta(ge=0)] | list[Annotated[int, Meta(ge=0)]]
+
+
+class CompletionRequest(_Sampled, frozen=True, kw_only=True):
+    prompt: str | list[PromptPart]
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """One or more prompts: a text, a list of texts, the ids of one, or a list of those."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if prompt and all(isinstance(part, int) for part in prompt):
+            return [[part for part in prompt if isinstance(part, int)]]
+        texts = [part for part in prompt if isinstance(part, str)]
+        lists = [part for part in prompt if isinstance(part, list)]
+        if not prompt or (len(texts) != len(prompt) and len(lists) != len(prompt)):
+            raise ApiError(
+                400, "prompt: expected a text, a list of texts, a list of token ids, or a list of such lists",
+                param="prompt",
+            )  # fmt: skip
+        if len(prompt) > MAX_CHOICES:
+            raise ApiError(400, f"prompt: {len(prompt)} prompts in one request; send at most {MAX_CHOICES}",
+                           param="prompt")  # fmt: skip
+        return [*texts, *lists]
+
+
+class TextPart(_Request, frozen=True):
+    type: str
+    text: str | None = None
+
+
+class Message(_Request, frozen=True, kw_only=True):
+    role: str
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    refusal: str | None = None  # what our own answers carry: they come back in the next turn
+
+    def plain(self, index: int) -> dict[str, Any]:
+        """As a template takes it."""
+        param = f"messages[{index}].content"
+        content = self.content
+        if isinstance(content, list):
+            if any(part.type != "text" or part.text is None for part in content):
+                raise ApiError(400, f"{param}: only parts of type text are served", param=param)
+            content = "\n".join(part.text for part in content if part.text is not None)
+        if content is None:
+            raise ApiError(400, f"{param}: expected a text", param=param)
+        message: dict[str, Any] = {"role": self.role, "content": content}
+        return message if self.name is None else {**message, "name": self.name}
+
+
+class ChatRequest(_Sampled, frozen=True, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def asked_tokens(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs is only reported with logprobs: set it to true", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def plain_messages(self) -> list[dict[str, Any]]:
+        return [message.plain(index) for index, message in enumerate(self.messages)]
+
+
+Body = TypeVar("Body", CompletionRequest, ChatRequest)
+
+
+def parse(body: bytes, type_: type[Body]) -> Body:
+    """A request from its body, or the ApiError that says which field is wrong and why."""
+    try:
+        raw = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is not JSON ({error}); send a JSON object", code="invalid_json") from None
+    if not isinstance(raw, dict):
+        raise ApiError(400, "the body is not a JSON object; send one", code="invalid_json")
+    known = set(type_.__struct_fields__)
+    for name in [name for name in raw if name not in known]:
+        _refuse_unless_neutral(name, raw.pop(name), known)
+    try:
+        return msgspec.convert(raw, type_)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise _invalid_field(str(error)) from None
+
+
+def _refuse_unless_neutral(name: str, value: Any, known: set[str]) -> None:
+    if name in _UNSUPPORTED and (value is None or value in _NEUTRAL.get(name, ())):
+        return
+    if name in _UNSUPPORTED:
+        message, code = f"{name} is not supported: {_UNSUPPORTED[name]}", "unsupported_field"
+    else:
+        close = difflib.get_close_matches(name, known, n=1)
+        message = f"unknown field {name[:100]!r}: " + (f"did you mean {close[0]}?" if close else "remove it")
+        code = "unknown_field"
+    raise ApiError(400, message, param=name[:100], code=code)
+
+
+_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
+
+
+def _invalid_field(message: str) -> ApiError:
+    """From msgspec's words ("Expected `int`, got `str` - at `$.n`") to ours."""
+    found = _PATH.search(message)
+    param = found.group(1) if found is not None else None
+    text = _PATH.sub("", message)
+    missing = re.search(r"missing required field `(\w+)`", text)
+    unknown = re.search(r"unknown field `(\w+)`", text)
+    if missing is not None:
+        param = ".".join(filter(None, (param, missing.group(1))))
+        return ApiError(400, f"{param} is required", param=param, code="missing_field")
+    if unknown is not None:
+        param = ".".join(filter(None, (param, unknown.group(1))))
+        return ApiError(400, f"unknown field {param!r}: remove it", param=param, code="unknown_field")
+    return ApiError(400, f"{param}: {text[0].lower()}{text[1:]}" if param else text, param=param, code="invalid_value")
+
+
+def _token_keys(bias: dict[str, float] | None) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    for key in bias:
+        if not (key.isascii() and key.isdigit()):
+            raise ApiError(400, f"logit_bias: {key[:100]!r} is no token id", param="logit_bias")
+    return {int(key): value for key, value in bias.items()}
+
+
+def _checked_grammar(kind: str, text: str, param: str) -> Grammar:
+    try:
+        return Grammar(kind, text)
+    except InvalidRequest as error:
+        raise ApiError(400, str(error), param=param) from None
+
+
+def _leading_name(message: str) -> str | None:
+    found = re.match(r"(\w+)=", message)
+    return found.group(1) if found is not None else None
+
+
+# ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class PromptDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int = 0
+
+
+class CompletionDetails(msgspec.Struct, frozen=True):
+    """`accepted` came from the draft; `rejected` was drafted and not used."""
+
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class AnswerMessage(msgspec.Struct, frozen=True):
+    role: str
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatDelta(msgspec.Struct, frozen=True):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    id: str
+    object: str
+    created: int
+    model: str
+
+
+class Completion(_Answer, frozen=True):
+    """A whole answer, or one event of a streamed one."""
+
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class ChatCompletion(_Answer, frozen=True):
+    choices: list[ChatChoice]
+    usage: Usage | None = None
+
+
+class ChatChunk(_Answer, frozen=True):
+    choices: list[ChatDelta]
+    usage: Usage | None = None
+
+
+class Model(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "faser"
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    data: list[Model]
+    object: str = "list"

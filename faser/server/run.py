@@ -1,0 +1,187 @@
+"""`faser serve`: the HTTP process from its first line to its exit status.
+
+Binds the port before anything is loaded, so that a taken one is known at once; answers 503 until the engine is up.
+SIGTERM and SIGINT drain: new requests are refused, running ones get their grace, the exit status is 0. A second signal
+ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from time import monotonic
+
+import uvicorn
+
+from faser.config import ServerOptions
+from faser.errors import ConfigError, EngineError
+from faser.server.app import Api
+from faser.server.engine_client import EngineClient
+from faser.server.figures import Figures
+from faser.server.messages import About
+
+log = logging.getLogger("faser.server")
+
+_POLL_SECONDS = 0.05
+_BACKLOG = 2048
+_LAST_WORDS_SECONDS = 2  # for answers already on their way when the grace is over
+
+
+def serve(options: ServerOptions) -> int:
+    """Serve until told to stop. Raises EngineError where the engine is down for good."""
+    logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    listener = _bind(options.host, options.port)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(_Server(options, listener).run())
+    return 0
+
+
+class _Server:
+    def __init__(self, options: ServerOptions, listener: socket.socket) -> None:
+        figures = Figures()
+        self._options = options
+        self._listener = listener
+        self._engine = EngineClient(options, figures)
+        self._api = Api(options, self._engine, figures)
+        config = uvicorn.Config(
+            self._api.app(),
+            http="httptools",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=_LAST_WORDS_SECONDS,
+            timeout_keep_alive=75,
+            backlog=_BACKLOG,
+        )
+        self._http = _Http(config)
+        self._stop = asyncio.Event()
+        self._signals = 0
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled)
+        http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        engine = asyncio.create_task(self._engine.run())
+        helpers = [asyncio.create_task(self._announce()), asyncio.create_task(self._tick())]
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait([engine, stop, http], return_when=asyncio.FIRST_COMPLETED)
+        failure = self._engine.failure if engine.done() else None
+        if failure is None:
+            await self._drain()
+        for task in (*helpers, stop):
+            task.cancel()
+        await self._engine.close()
+        self._http.should_exit = True
+        await asyncio.gather(http, engine)
+        if failure is not None:
+            raise EngineError(failure)
+
+    def _signalled(self) -> None:
+        self._signals += 1
+        self._stop.set()
+
+    async def _drain(self) -> None:
+        """Let what runs finish, for as long as the grace lasts and nobody insists."""
+        self._api.service.draining = True
+        deadline = monotonic() + self._options.grace
+        if self._engine.num_open:
+            log.info("stopping: %d requests have %g s to finish", self._engine.num_open, self._options.grace)
+        while self._engine.num_open and monotonic() < deadline and self._signals < 2:
+            await asyncio.sleep(_POLL_SECONDS)
+        if self._engine.num_open:
+            log.warning("stopping: %d requests did not finish in time", self._engine.num_open)
+
+    async def _announce(self) -> None:
+        await self._engine.ready.wait()
+        about = self._engine.about
+        assert about is not None
+        host, port = self._listener.getsockname()[:2]
+        print(announcement(about, self._options, host, port), flush=True)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(1)
+            self._api.dashboard.tick()
+
+
+class _Http(uvicorn.Server):
+    """uvicorn without its own signal handlers: what a signal means is decided above."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host} port {port} ({error.strerror or error}); "
+            "give another --port (0 takes a free one) or --host, or stop what uses it"
+        ) from None
+    listener.setblocking(False)
+    return listener
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # not on Windows
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def announcement(about: About, options: ServerOptions, host: str, port: int) -> str:
+    """What was chosen and why, and two examples that work when pasted."""
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    url, why = f"http://{shown}:{port}", about.reasons
+    kv = f"{about.kv_bytes / 2**30:.2f} GiB, {about.kv_tokens} tokens in {about.num_pages} pages of {about.page_size}"
+    lines = [
+        f"FASER serves {about.model} at {url} (loaded in {about.load_seconds:.1f} s)",
+        f"  draft    {about.draft or 'none'} ({why['draft']})",
+        f"  policy   {about.policy} ({why['policy']})",
+        f"  device   {about.device} ({why['device']})",
+        f"  dtype    {about.dtype} ({why['dtype']})",
+        f"  KV       {kv} ({why['kv']})",
+        f"  limits   {about.max_tokens} tokens a request, {about.max_running} running, {options.max_waiting} waiting",
+        f"  look     {url}/dashboard  {url}/metrics",
+        "",
+        *_examples(about, options, url),
+    ]
+    return "\n".join(lines)
+
+
+def _examples(about: About, options: ServerOptions, url: str) -> list[str]:
+    key = ' -H "Authorization: Bearer $FASER_API_KEY"' if options.api_keys else ""
+    api_key = 'os.environ["FASER_API_KEY"]' if options.api_keys else '"none"'
+    asks = about.chat_template is not None
+    question: dict[str, object] = {"model": about.model}
+    question |= {"messages": [{"role": "user", "content": "Say hello"}]} if asks else {"prompt": "Once upon a time"}
+    path = "chat/completions" if asks else "completions"
+    call = 'chat.completions.create(model={!r}, messages=[{{"role": "user", "content": "Say hello"}}])' if asks else (
+        'completions.create(model={!r}, prompt="Once upon a time")')  # fmt: skip
+    found = "message.content" if asks else "text"
+    body = json.dumps({**question, "max_tokens": 32}, ensure_ascii=False).replace("'", "'\\''")
+    return [
+        f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{body}'",
+        "",
+        *(["import os"] if options.api_keys else []),
+        "from openai import OpenAI",
+        f'client = OpenAI(base_url="{url}/v1", api_key={api_key})',
+        f"print(client.{call.format(about.model)}.choices[0].{found})",
+        "",
+    ]

@@ -1,0 +1,279 @@
+"""What the server decides about a request before the engine sees it: is it allowed, does it fit, what does it mean.
+
+Knows the engine's limits, the tokenizer and the chat template; knows no sockets. Everything that can be refused is
+refused here, by the name of the field, before a page is taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from dataclasses import dataclass
+from functools import cached_property
+
+from faser.chat import ChatTemplate
+from faser.config import ServerOptions
+from faser.errors import InvalidRequest
+from faser.grammar import GrammarCompiler
+from faser.server.answers import Answerer, ChatAnswerer, Choice, CompletionAnswerer
+from faser.server.engine_client import EngineClient, EngineGone, State, Stream, Track
+from faser.server.figures import Figures
+from faser.server.messages import About
+from faser.server.protocol import ApiError, ChatRequest, CompletionRequest
+from faser.text import Tokenizer
+from faser.types import SamplingParams
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; chat goes on to the end of the context
+MAX_RETRY_SECONDS = 60
+_LONG_TEXT = 16_384  # characters; longer ones are tokenised beside the event loop
+_SEED_STEP = 0x9E3779B97F4A7C15  # odd: the choices of one request have distinct seeds
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request the engine has taken in."""
+
+    stream: Stream
+    tracks: list[Track]
+    choices: list[Choice]
+    answerer: Answerer
+    prompt_sizes: list[int]
+    streams: bool
+    includes_usage: bool
+
+
+class Served:
+    """What is served: made once from what the engine says about itself."""
+
+    def __init__(self, about: About) -> None:
+        self.about = about
+        self.tokenizer = Tokenizer.from_json(about.tokenizer) if about.tokenizer is not None else None
+        self.template = ChatTemplate(*about.chat_template) if about.chat_template is not None else None
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler | None:
+        if self.tokenizer is None:
+            return None
+        return GrammarCompiler(self.tokenizer, self.about.vocab_size, self.about.end_ids)
+
+
+class Service:
+    def __init__(self, options: ServerOptions, engine: EngineClient, figures: Figures) -> None:
+        self.draining = False
+        self._options = options
+        self._engine = engine
+        self._figures = figures
+        self._served: Served | None = None
+
+    @property
+    def state(self) -> str:
+        return "draining" if self.draining else self._engine.state.value
+
+    def served(self) -> Served:
+        """What is served now, or the 503 that says why nothing is."""
+        about = self._engine.about
+        if self.draining:
+            raise _busy("the server is shutting down", 1)
+        if about is None or self._engine.state is not State.READY:
+            raise _busy(f"the engine is {self._engine.state.value}; try again in a moment", 2)
+        if self._served is None or self._served.about != about:
+            self._served = Served(about)
+        return self._served
+
+    # ── the two kinds of request ─────────────────────────────────────────────────────────────────────────────────────
+
+    async def complete(self, request: CompletionRequest, arrived: float) -> Call:
+        served = self.served()
+        _check_model(request.model, served.about)
+        if request.echo and request.logprobs is not None:
+            raise ApiError(400, "echo with logprobs would need those of the prompt, which are not reported; give one",
+                           param="echo")  # fmt: skip
+        prompts = [await self._prompt_ids(prompt, served) for prompt in request.prompts()]
+        longest = max(map(len, prompts))
+        limit = self._output_limit(served.about, longest, request.max_tokens or DEFAULT_COMPLETION_TOKENS,
+                                   "prompt", request.max_tokens is not None)  # fmt: skip
+        params = await self._params(request.sampling(limit, request.logprobs), served)
+        echo = None
+        if request.echo:
+            echo = [_echoed(p, served) for p in request.prompts() for _ in range(request.num_choices)]
+        answerer = CompletionAnswerer(served.about.model, served.tokenizer, request.logprobs is not None, echo)
+        return self._submit(request, prompts, params, answerer, served, arrived)
+
+    async def chat(self, request: ChatRequest, arrived: float) -> Call:
+        served = self.served()
+        _check_model(request.model, served.about)
+        prompt = await self._chat_ids(request, served)
+        num_logprobs = request.num_logprobs
+        asked = request.asked_tokens
+        limit = self._output_limit(served.about, len(prompt), asked or served.about.max_tokens, "messages",
+                                   asked is not None)  # fmt: skip
+        params = await self._params(request.sampling(limit, num_logprobs), served)
+        answerer = ChatAnswerer(served.about.model, served.tokenizer, num_logprobs is not None)
+        return self._submit(request, [prompt], params, answerer, served, arrived)
+
+    # ── prompts ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _prompt_ids(self, prompt: str | list[int], served: Served) -> list[int]:
+        if isinstance(prompt, str):
+            return await self._encode(prompt, served, "prompt", add_special_tokens=True)
+        vocab_size = served.about.vocab_size
+        unknown = next((token for token in prompt if token >= vocab_size), None)
+        if unknown is not None:
+            raise ApiError(400, f"prompt: {unknown} is no token id; expected 0 to {vocab_size - 1}", param="prompt")
+        return self._check_size(prompt, served.about, "prompt")
+
+    async def _chat_ids(self, request: ChatRequest, served: Served) -> list[int]:
+        if served.template is None:
+            raise ApiError(
+                400,
+                "the model has no chat template; use /v1/completions, or start the server with --chat-template FILE",
+                param="messages",
+            )
+        try:
+            text = served.template.render(request.plain_messages())
+        except InvalidRequest as error:
+            raise ApiError(400, str(error), param="messages") from None
+        return await self._encode(text, served, "messages", add_special_tokens=False)
+
+    async def _encode(self, text: str, served: Served, param: str, *, add_special_tokens: bool) -> list[int]:
+        tokenizer = served.tokenizer
+        if tokenizer is None:
+            raise ApiError(400, f"{param}: the model has no tokenizer; send token ids to /v1/completions", param=param)
+        most = self._max_prompt(served.about) * tokenizer.longest_token
+        if len(text) > most:  # surely too long; not worth tokenising to know by how much
+            raise _too_long(f"{len(text)} characters", f"at most {most}", param)
+        try:
+            if len(text) > _LONG_TEXT:
+                token_ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+            else:
+                token_ids = tokenizer.encode(text, add_special_tokens)
+        except InvalidRequest as error:
+            raise ApiError(400, f"{param}: {error}", param=param) from None
+        return self._check_size(token_ids, served.about, param)
+
+    def _max_prompt(self, about: About) -> int:
+        return min(self._options.max_prompt_tokens or about.max_tokens, about.max_tokens - 1)
+
+    def _check_size(self, token_ids: list[int], about: About, param: str) -> list[int]:
+        if not token_ids:
+            raise ApiError(400, f"{param}: holds no token; give at least one", param=param)
+        most = self._max_prompt(about)
+        if len(token_ids) > most:
+            raise _too_long(f"{len(token_ids)} tokens", f"{most}", param)
+        return token_ids
+
+    def _output_limit(self, about: About, num_prompt: int, wanted: int, param: str, asked: bool) -> int:
+        """Output tokens: as asked, or as many as fit where nothing was asked."""
+        room = about.max_tokens - num_prompt
+        if not asked:
+            return min(wanted, room)
+        if wanted > room:
+            raise ApiError(
+                400,
+                f"{param} of {num_prompt} tokens and max_tokens {wanted} make {num_prompt + wanted}; the server takes "
+                f"{about.max_tokens}: lower max_tokens or shorten the {param}",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        return wanted
+
+    # ── parameters and admission ─────────────────────────────────────────────────────────────────────────────────────
+
+    async def _params(self, params: SamplingParams, served: Served) -> SamplingParams:
+        vocab_size = served.about.vocab_size
+        for name, named in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
+            unknown = next((token for token in named if token >= vocab_size), None)
+            if unknown is not None:
+                raise ApiError(400, f"{name}: {unknown} is no token id; expected 0 to {vocab_size - 1}", param=name)
+        if params.stop and served.tokenizer is None:
+            raise ApiError(400, "stop: the model has no tokenizer; use stop_token_ids", param="stop")
+        if params.grammar is not None:
+            await self._check_grammar(params, served)
+        return params
+
+    async def _check_grammar(self, params: SamplingParams, served: Served) -> None:
+        param = "response_format" if params.grammar is not None and params.grammar.kind != "regex" else (
+            "structured_outputs.regex")  # fmt: skip
+        grammars = served.grammars
+        if grammars is None or params.grammar is None:
+            raise ApiError(400, f"{param}: the model has no tokenizer; remove it", param=param)
+        try:
+            await asyncio.to_thread(grammars.check, params.grammar, params.stop_token_ids)
+        except InvalidRequest as error:
+            raise ApiError(400, f"{param}: {error}", param=param) from None
+
+    def _submit(
+        self,
+        request: CompletionRequest | ChatRequest,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        answerer: Answerer,
+        served: Served,
+        arrived: float,
+    ) -> Call:
+        num_choices = request.num_choices * len(prompts)
+        self._check_room(num_choices, served.about)
+        asked = [(prompt, params, seed) for prompt in prompts for seed in _seeds(params, request.num_choices)]
+        ends = () if params.ignore_eos else served.about.end_ids
+        try:
+            stream, tracks = self._engine.submit(asked, [*ends, *params.stop_token_ids], arrived)
+        except EngineGone as error:
+            raise _busy(str(error), 2) from None
+        choices = [Choice(i, len(p), served.tokenizer, params) for i, (p, _, _) in enumerate(asked)]
+        sizes = [len(prompt) for prompt in prompts]
+        return Call(stream, tracks, choices, answerer, sizes, bool(request.stream), request.includes_usage)
+
+    def _check_room(self, num_choices: int, about: About) -> None:
+        room = about.max_running + self._options.max_waiting
+        if num_choices > room:
+            raise ApiError(
+                400, f"{num_choices} choices in one request; the server takes {room}: send several", param="n"
+            )
+        if self._engine.num_open + num_choices > room:
+            raise _busy(
+                f"{self._engine.num_open} requests run or wait, and the server takes {room}; try again later",
+                self._retry_seconds(about),
+                code="queue_full",
+            )
+
+    def _retry_seconds(self, about: About) -> int:
+        """About when the queue will have moved: waiting requests by the rate at which running ones have ended."""
+        seconds = self._figures.whole.mean()
+        waiting = max(1, self._engine.num_open - about.max_running)
+        return min(MAX_RETRY_SECONDS, max(1, math.ceil(seconds * waiting / about.max_running)))
+
+    def cancel(self, call: Call) -> None:
+        self._engine.cancel(call.tracks)
+
+
+def _seeds(params: SamplingParams, number: int) -> list[int]:
+    """The first choice has the request's own seed, so asking for more does not change it."""
+    first = secrets.randbits(64) if params.seed is None else params.seed
+    return [(first + i * _SEED_STEP) % 2**64 for i in range(number)]
+
+
+def _echoed(prompt: str | list[int], served: Served) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return served.tokenizer.decode(prompt) if served.tokenizer is not None else ""
+
+
+def _check_model(name: str | None, about: About) -> None:
+    if name is not None and name != about.model:
+        raise ApiError(
+            404,
+            f"the model {name[:200]!r} is not served here; {about.model!r} is",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def _too_long(given: str, most: str, param: str) -> ApiError:
+    return ApiError(
+        400, f"{param}: {given}, and the server takes {most}; shorten it", param=param, code="context_length_exceeded"
+    )
+
+
+def _busy(message: str, seconds: int, code: str = "unavailable") -> ApiError:
+    return ApiError(503, message, code=code, headers={"Retry-After": str(seconds)})

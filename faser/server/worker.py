@@ -1,0 +1,228 @@
+"""The engine's process: frames in, steps, frames out.
+
+Between two steps it takes in whatever arrived, so a cancelled request leaves before the next step is planned. It
+ends when its socket does: an engine never outlives the server that asked for it. Run as
+`python -m faser.server.worker FD FACTORY`; FACTORY (module:function) makes what is served from a `Start`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+
+from faser.engine import Engine
+from faser.errors import FaserError, InvalidRequest
+from faser.server.messages import (
+    About,
+    Add,
+    Failed,
+    Frames,
+    Outputs,
+    Refused,
+    Snapshot,
+    Start,
+    ToEngine,
+    frame,
+    pack_progress,
+    unpack_params,
+)
+from faser.text import StopChecker, Tokenizer
+from faser.types import Finish, FinishReason, Progress, Request
+
+log = logging.getLogger("faser.engine")
+
+SNAPSHOT_SECONDS = 0.1
+REST_SECONDS = 1.0
+MAX_STEP_FAILURES = 3  # in a row, after which the engine is taken to be broken
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a factory makes."""
+
+    engine: Engine
+    about: About
+    tokenizer: Tokenizer | None
+
+
+class Worker:
+    """One engine and its socket."""
+
+    def __init__(self, served: Served, connection: socket.socket, clock: Callable[[], float] = monotonic) -> None:
+        self._engine = served.engine
+        self._tokenizer = served.tokenizer
+        self._connection = connection
+        self._frames = Frames(ToEngine)
+        self._clock = clock
+        self._last_snapshot = float("-inf")
+        self._step_failures = 0
+        self._failed_in_a_row = 0
+        self._open = True
+
+    def run(self) -> None:
+        """Serve until the other side is gone. After a second of rest the books are checked: nothing may be lost."""
+        checked = True
+        self._send([])
+        while self._open:
+            if self._engine.has_work:
+                self._receive(0)
+                self._send(self._step())
+                checked = False
+            elif not self._receive(None if checked else REST_SECONDS):
+                self._engine.scheduler.check()
+                checked = True
+
+    def _step(self) -> list[Progress]:
+        try:
+            progress = self._engine.step()
+        except Exception as error:
+            return self._fail_all(error)
+        self._failed_in_a_row = 0
+        return progress
+
+    def _fail_all(self, error: Exception) -> list[Progress]:
+        """A step that raises takes its requests with it, with a reason; one that always does takes the engine."""
+        log.exception("a step failed")
+        self._step_failures += 1
+        self._failed_in_a_row += 1
+        reason = f"a step of the engine failed ({type(error).__name__})"
+        ended = [_with_error(item, reason) for item in self._engine.abandon(FinishReason.FAILED)]
+        if self._failed_in_a_row >= MAX_STEP_FAILURES:
+            self._send(ended)
+            raise FaserError(f"{self._failed_in_a_row} steps failed in a row; the last: {error}") from error
+        return ended
+
+    # ── frames ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _receive(self, timeout: float | None) -> bool:
+        """Take in what arrived, waiting up to `timeout` seconds (None: for ever) for it; whether anything did."""
+        arrived = False
+        while self._open and select.select([self._connection], [], [], timeout)[0]:
+            data = self._connection.recv(_READ_BYTES)
+            self._open, arrived, timeout = bool(data), True, 0
+            for message in self._frames.feed(data):
+                self._take(message)
+        return arrived
+
+    def _take(self, message: ToEngine) -> None:
+        if not isinstance(message, Add):
+            self._engine.cancel(message.id)
+            return
+        try:
+            self._add(message)
+        except InvalidRequest as error:
+            self._connection.sendall(frame(Refused(message.id, str(error))))
+
+    def _add(self, message: Add) -> None:
+        params = unpack_params(message.params)
+        checker = None
+        if params.stop:
+            assert self._tokenizer is not None, "the HTTP process refuses stop strings without a tokenizer"
+            checker = StopChecker(self._tokenizer, params.stop, params.min_tokens)
+        request = Request(
+            id=message.id,
+            prompt_token_ids=tuple(message.prompt_token_ids),
+            params=params,
+            seed=message.seed,
+            stop_ids=frozenset(message.stop_ids),
+        )
+        self._engine.add(request, checker)
+
+    def _send(self, progress: list[Progress]) -> None:
+        """Progress, and a snapshot where one is due: ten times a second, and whenever the engine comes to rest."""
+        now = self._clock()
+        due = now - self._last_snapshot >= SNAPSHOT_SECONDS or not self._engine.has_work
+        if progress or due:
+            snapshot = take_snapshot(self._engine, now, self._step_failures) if due else None
+            if due:
+                self._last_snapshot = now
+            try:
+                self._connection.sendall(frame(Outputs([pack_progress(item) for item in progress], snapshot)))
+            except (BrokenPipeError, ConnectionResetError):
+                self._open = False
+
+
+def _with_error(item: Progress, reason: str) -> Progress:
+    if item.finish is None or item.finish.reason is not FinishReason.FAILED:
+        return item
+    return item._replace(finish=Finish(FinishReason.FAILED, item.finish.stats, error=item.finish.error or reason))
+
+
+def take_snapshot(engine: Engine, now: float, step_failures: int = 0) -> Snapshot:
+    stats, scheduler, last = engine.stats, engine.scheduler, engine.stats.last
+    draft_pages = scheduler.draft_pages
+    return Snapshot(
+        time=now,
+        running=scheduler.num_running,
+        waiting=scheduler.num_waiting,
+        steps=stats.steps,
+        emitted=stats.emitted,
+        drafted=stats.drafted,
+        verified=stats.verified,
+        accepted=stats.accepted,
+        preemptions=scheduler.num_preemptions,
+        prefix_queries=scheduler.num_prefix_queries,
+        prefix_hits=scheduler.num_prefix_hits,
+        step_failures=step_failures,
+        step_seconds=stats.step_seconds,
+        predicted_seconds=stats.predicted_seconds,
+        off_seconds=stats.off_seconds,
+        plan_seconds=stats.plan_seconds,
+        draft_seconds=stats.draft_seconds,
+        verify_seconds=stats.verify_seconds,
+        pages_held=scheduler.target_pages.num_held,
+        draft_pages_held=draft_pages.num_held if draft_pages is not None else None,
+        lengths=stats.lengths.tolist(),
+        verified_per_position=stats.verified_per_position.tolist(),
+        accepted_per_position=stats.accepted_per_position.tolist(),
+        last_decoding=last.num_decoding if last is not None else 0,
+        last_drafting=last.num_drafting if last is not None else 0,
+        last_drafted=last.drafted if last is not None else 0,
+        last_seconds=last.seconds if last is not None else None,
+        last_predicted=last.predicted if last is not None else None,
+        speculating_changed=last.speculating_changed if last is not None else None,
+    )
+
+
+def main() -> int:
+    descriptor, factory = int(sys.argv[1]), sys.argv[2]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end, and closes the socket then
+    connection = socket.socket(fileno=descriptor)
+    start = _read_start(connection)
+    logging.basicConfig(level=start.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        served = _find(factory)(start)
+    except FaserError as error:
+        connection.sendall(frame(Failed(str(error))))
+        return 1
+    with connection:
+        connection.sendall(frame(served.about))
+        Worker(served, connection).run()
+    served.engine.close()
+    return 0
+
+
+def _read_start(connection: socket.socket) -> Start:
+    frames = Frames(Start)
+    while data := connection.recv(_READ_BYTES):
+        for start in frames.feed(data):
+            return start  # type: ignore[no-any-return]
+    raise SystemExit(0)  # the server went away before it asked for anything
+
+
+def _find(factory: str) -> Callable[[Start], Served]:
+    module, _, name = factory.partition(":")
+    found: Callable[[Start], Served] = getattr(importlib.import_module(module), name)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""An engine whose steps take 20 ms and compute nothing: long requests without a long wait for a model.
+
+A prompt that holds token 7 makes its step raise; one that holds token 8 makes the process die.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from time import sleep
+
+import numpy as np
+
+from faser.config import EngineOptions
+from faser.engine import Engine
+from faser.pages import PagePool
+from faser.policy import Fixed
+from faser.scheduler import Limits, Scheduler
+from faser.server.messages import About, Start
+from faser.server.worker import Served
+from faser.text import Tokenizer
+from faser.types import StepPlan, StepResult
+
+STEP_SECONDS = 0.02
+RAISES, DIES = 7, 8
+FIRST_TEXT_ID = 70  # the ids above are plain characters of the tests' tokenizer
+
+
+class PacedExecutor:
+    def execute(self, plan: StepPlan) -> StepResult:
+        for new in plan.admitted:
+            if RAISES in new.token_ids:
+                raise RuntimeError("secret details of a broken step")
+            if DIES in new.token_ids:
+                os.kill(os.getpid(), signal.SIGKILL)
+        sleep(STEP_SECONDS)
+        none = np.zeros_like(plan.slots)
+        return StepResult(none, none, none, FIRST_TEXT_ID + plan.num_tokens[plan.samples] % 20)
+
+    def close(self) -> None: ...
+
+
+def make(start: Start) -> Served:
+    options = EngineOptions(**start.engine)
+    tokenizer = Tokenizer.from_folder(Path(start.model or ""))
+    pages = PagePool(1024, 16, options.max_running, 4096)
+    limits = Limits(options.max_running, options.max_batch_tokens, 4096)
+    about = About(
+        model="paced", draft=None, policy="off", device="cpu", dtype="none",
+        reasons=dict.fromkeys(("device", "dtype", "policy", "kv", "draft"), "a test"),
+        vocab_size=320, end_ids=[2], max_model_len=4096, max_running=options.max_running, page_size=16, num_pages=1024,
+        kv_bytes=0, load_seconds=0.0, tokenizer=tokenizer.to_json(), chat_template=None,
+    )  # fmt: skip
+    return Served(Engine(Scheduler(limits, Fixed(0), pages), PacedExecutor()), about, tokenizer)

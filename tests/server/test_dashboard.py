@@ -1,0 +1,260 @@
+"""The dashboard in a real browser against a real server, and the Grafana board that draws the same figures."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "faser" / "server" / "dashboard" / "index.html"
+GRAFANA = ROOT / "docs" / "grafana.json"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM_FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+REPETITIVE = "one two three four one two three four one two three four one two"  # what an n-gram draft guesses well
+
+
+# ---- the file ----
+
+
+def test_the_page_refers_to_nothing_outside_itself() -> None:
+    page = PAGE.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
+    assert "http://" not in page
+    assert "https://" not in page
+    references = re.findall(r"""(?:src|href)\s*=\s*["']([^"']+)|url\(([^)]*)\)|@import\s+(\S+)""", page)
+    for reference in ("".join(found) for found in references):
+        assert reference.startswith(("data:", "#")), f"{reference} is not in the file"
+
+
+def test_the_page_never_parses_what_the_server_sends_as_html() -> None:
+    script = PAGE.read_text(encoding="utf-8").partition("<script>")[2]
+    for parser in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "DOMParser", "eval("):
+        assert parser not in script
+
+
+# ---- the page ----
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium: none of chromium, chromium-browser, google-chrome is on the path")
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is missing: pip install 'faser[dev]'")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser, server: Any) -> Iterator[Page]:
+    """The dashboard after its first answer. No console error, and no request to another host, passes unnoticed."""
+    errors: list[str] = []
+    requested: list[str] = []
+    page = browser.new_page()
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("request", lambda request: requested.append(request.url))
+    _open(page, server)
+    yield page
+    page.close()
+    assert errors == []
+    assert {urlsplit(url).netloc for url in requested if not url.startswith("data:")} == {urlsplit(server.url).netloc}
+
+
+def _open(page: Page, server: Any) -> None:
+    page.goto(f"{server.url}/dashboard")
+    page.wait_for_function("document.getElementById('state').textContent === 'ready'")
+
+
+def _number(page: Page, element: str) -> float:
+    return float(page.get_attribute(f"#{element}", "data-value") or "nan")
+
+
+def _send(server: Any, count: int, max_tokens: int = 24) -> None:
+    def complete(index: int) -> None:
+        body = {"model": server.model, "prompt": f"{index} {REPETITIVE}", "max_tokens": max_tokens, "temperature": 0.0}
+        headers = {"Content-Type": "application/json"}
+        request = Request(f"{server.url}/v1/completions", json.dumps(body).encode(), headers)
+        with urlopen(request, timeout=60) as answer:
+            assert json.load(answer)["choices"]
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(complete, range(count)))
+
+
+def test_the_numbers_move_with_the_traffic(page: Page, server: Any) -> None:
+    finished = _number(page, "finished")
+    drafted = _number(page, "drafted-accepted") + _number(page, "drafted-rejected")
+    _send(server, count=6)
+    value = "document.getElementById('{}').dataset.value".format
+    page.wait_for_function(f"Number({value('finished')}) >= {finished + 6}")
+    page.wait_for_function(f"Number({value('drafted-accepted')}) + Number({value('drafted-rejected')}) > {drafted}")
+    page.wait_for_function("Number(document.getElementById('output-chart').dataset.highest) > 0")
+    assert page.locator("#output-chart path.series").count() >= 1
+
+
+def test_every_figure_has_text(page: Page) -> None:
+    for element in (
+        "output-rate", "running", "waiting", "kv-used", "speculation", "drafted-accepted", "drafted-rejected",
+        "drafted-pruned", "finished", "state",
+    ):  # fmt: skip
+        text = page.text_content(f"#{element}")
+        assert text, f"#{element} is empty"
+        assert text != "–", f"#{element} was never filled"
+    data = page.evaluate("fetch('/dashboard/data').then(answer => answer.json())")
+    assert page.text_content("#model") == data["server"]["model"]
+
+
+def test_pointing_at_a_chart_shows_exact_values(page: Page) -> None:
+    page.wait_for_function("document.querySelector('#output-chart path.series') !== null")
+    page.hover("#output-chart")
+    page.wait_for_selector("#tooltip:not([hidden])")
+    assert re.search(r"\d\d:\d\d:\d\d", page.inner_text("#tooltip"))
+    assert "all output" in page.inner_text("#tooltip")
+    assert page.locator("#requests-chart .crosshair").count() == 1, "the crosshair runs through all time charts"
+
+
+def test_the_theme_follows_the_system_and_the_button_overrides_it(page: Page) -> None:
+    background = "getComputedStyle(document.body).backgroundColor"
+    page.emulate_media(color_scheme="light")
+    light = page.evaluate(background)
+    page.emulate_media(color_scheme="dark")
+    dark = page.evaluate(background)
+    assert dark != light
+    page.click("#theme")  # auto, light, dark, auto
+    assert page.evaluate(background) == light
+    page.click("#theme")
+    assert page.evaluate(background) == dark
+
+
+def test_a_narrow_screen_does_not_scroll_sideways(page: Page, server: Any) -> None:
+    page.set_viewport_size({"width": 380, "height": 800})
+    _open(page, server)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 380
+
+
+def test_a_silent_server_is_said_to_be_silent_until_it_answers(browser: Browser, server: Any) -> None:
+    page = browser.new_page()  # of its own: the browser logs each failed request as an error
+    _open(page, server)
+    page.route("**/dashboard/data", lambda route: route.abort())
+    page.wait_for_selector("#banner", state="visible")
+    assert re.search(r"no answer from the server since \d+ s", page.text_content("#banner") or "")
+    page.unroute("**/dashboard/data")
+    page.wait_for_selector("#banner", state="hidden")
+    assert page.text_content("#state") == "ready"
+    page.close()
+
+
+# What the server answers, for situations the tiny one is never in. The page must show them without a console error.
+QUIET: dict[str, Any] = {
+    "server": {
+        "model": "<img src=x onerror=alert(1)>", "draft": None, "policy": "off", "device": "cpu", "dtype": "float32",
+        "version": "0", "uptime_seconds": 1.0, "state": "starting", "max_running": 4, "kv_tokens": 64,
+    },
+    "now": {
+        "running": 0, "waiting": 0, "output_rate": 0.0, "kv_used": 0.0, "draft_kv_used": None, "speculation": "idle",
+        "speculating": False, "ttft_p50": None, "ttft_p99": None, "tpot_p50": None, "tpot_p99": None, "step_ms": None,
+        "predicted_ms": None, "prefix_hit_rate": None,
+    },
+    "history": {
+        "time": [], "output_rate": [], "running": [], "waiting": [], "kv_used": [], "step_ms": [], "predicted_ms": [],
+        "accepted_rate": [], "mean_length": [],
+    },
+    "lengths": [],
+    "positions": {"verified": [], "accepted": []},
+    "drafted": {span: {"accepted": 0, "rejected": 0, "pruned": 0} for span in ("minute", "total")},
+    "requests": dict.fromkeys(("finished", "stop", "length", "cancelled", "failed", "refused"), 0),
+}  # fmt: skip
+
+
+def test_without_a_draft_and_without_data_the_page_says_so(page: Page) -> None:
+    page.route("**/dashboard/data", lambda route: route.fulfill(json=QUIET))
+    page.wait_for_function("document.getElementById('state').textContent === 'starting'")
+    assert "no draft model; nothing is drafted" in (page.text_content("#no-draft") or "")
+    assert page.is_visible("#no-draft")
+    assert not page.is_visible("#lengths-chart")
+    assert "no data yet" in (page.text_content("#output-chart") or "")
+
+
+def test_a_model_name_is_text_whatever_it_contains(page: Page) -> None:
+    page.route("**/dashboard/data", lambda route: route.fulfill(json=QUIET))
+    page.wait_for_function("document.getElementById('state').textContent === 'starting'")
+    assert page.text_content("#model") == QUIET["server"]["model"]
+    assert page.locator("img").count() == 0
+
+
+# ---- the Grafana board ----
+
+METRICS = [
+    "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
+    "vllm:generation_tokens_total", "vllm:prompt_tokens_total",
+    "vllm:time_to_first_token_seconds_bucket", "vllm:inter_token_latency_seconds_bucket",
+    "vllm:e2e_request_latency_seconds_bucket", "vllm:request_success_total", "vllm:spec_decode_num_drafts_total",
+    "vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total", "faser:spec_decode_num_verified_tokens_total",
+    "faser:spec_decode_num_pruned_tokens_total", "faser:draft_length_bucket", "faser:speculation_off_seconds_total",
+    "faser:step_seconds_total", "faser:predicted_step_seconds_total", "faser:draft_resident",
+    "faser:requests_refused_total",
+]  # fmt: skip
+
+
+def _board() -> dict[str, Any]:
+    board: dict[str, Any] = json.loads(GRAFANA.read_text(encoding="utf-8"))
+    return board
+
+
+def _queries() -> list[str]:
+    return [target["expr"] for panel in _board()["panels"] for target in panel.get("targets", [])]
+
+
+def test_the_grafana_board_asks_for_every_metric() -> None:
+    asked = {name for query in _queries() for name in re.findall(r"\b(?:vllm|faser):\w+", query)}
+    assert set(METRICS) <= asked
+
+
+def test_the_grafana_board_asks_for_no_metric_the_server_lacks(server: Any) -> None:
+    _send(server, count=1)
+    with urlopen(f"{server.url}/metrics", timeout=60) as answer:
+        served = set(re.findall(r"^((?:vllm|faser):\w+)", answer.read().decode(), re.MULTILINE))
+    asked = {name for query in _queries() for name in re.findall(r"\b(?:vllm|faser):\w+", query)}
+    assert asked - served == set()
+
+
+def test_the_grafana_board_has_unique_panels_that_do_not_overlap() -> None:
+    panels = _board()["panels"]
+    ids = [panel["id"] for panel in panels]
+    assert len(set(ids)) == len(ids)
+    cells = [
+        (column, line)
+        for place in (panel["gridPos"] for panel in panels)
+        for column in range(place["x"], place["x"] + place["w"])
+        for line in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(set(cells)) == len(cells)
+    assert max(column for column, _ in cells) < 24
+
+
+def test_the_grafana_board_imports_anywhere() -> None:
+    board = _board()
+    assert {variable["name"] for variable in board["templating"]["list"]} == {"datasource", "model_name"}
+    for panel in board["panels"]:
+        if panel["type"] != "row":
+            assert panel["datasource"]["uid"] == "${datasource}"
+    for query in _queries():
+        assert query.count("(") == query.count(")")
+        assert 'model_name=~"$model_name"' in query

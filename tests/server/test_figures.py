@@ -1,0 +1,153 @@
+"""The figures: what is counted, what it is called, and what the dashboard says in words."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from faser.server.dashboard import Dashboard, describe
+from faser.server.engine_client import Stream, Track
+from faser.server.figures import Figures, Histogram
+from faser.server.messages import Output, Snapshot
+from faser.server.metrics import PrometheusText
+from faser.types import Finish, FinishReason, Stats
+
+NOW = 1000.0
+
+
+def snapshot(**fields) -> Snapshot:
+    plain = dict.fromkeys(Snapshot.__struct_fields__, 0)
+    lists = {name: [] for name in ("lengths", "verified_per_position", "accepted_per_position")}
+    return Snapshot(**{**plain, **lists, "speculating_changed": NOW - 12, **fields})
+
+
+def about():
+    return SimpleNamespace(model="m", draft="d", policy="fixed:2", device="cpu", dtype="float32", max_running=4,
+                           num_pages=10, page_size=16, kv_tokens=160)  # fmt: skip
+
+
+def engine(**fields):
+    return SimpleNamespace(about=about(), state="ready", num_restarts=0, **fields)
+
+
+def test_a_histogram_counts_each_value_below_its_bound():
+    histogram = Histogram((1, 2))
+    for value, times in ((0.5, 1), (1, 1), (1.5, 3), (9, 1)):
+        histogram.add(value, times)
+    assert histogram.buckets() == ([("1.0", 2), ("2.0", 5), ("+Inf", 6)], 15.0)
+    assert histogram.mean() == 2.5
+
+
+def test_latency_is_per_token_however_tokens_are_grouped():
+    figures, track = Figures(), Track("1", 0, 10.0, 5, Stream())
+    figures.gained(track, 1, 10.5)
+    figures.gained(track, 4, 12.5)
+    figures.gained(track, 1, 13.0)
+    figures.ended(track, Output("1", [], None, Finish(FinishReason.STOP, Stats())), 13.0)
+    buckets, total = figures.between_tokens.buckets()
+    assert (buckets[-1][1], total) == (5, 2.5)
+    assert figures.first_token.buckets()[1] == 0.5
+    assert figures.per_token.buckets()[1] == pytest.approx(2.5 / 5)
+    assert figures.whole.buckets()[1] == 3.0
+    assert (figures.output_tokens, figures.prompt_tokens, figures.ends) == (6, 5, {"stop": 1})
+
+
+def test_a_request_given_up_counts_as_cancelled_and_not_as_a_latency():
+    figures = Figures()
+    figures.ended(Track("1", 0, 10.0, 5, Stream()), None, 99.0)
+    assert figures.ends == {"cancelled": 1}
+    assert figures.whole.buckets()[0][-1][1] == 0
+
+
+def test_metrics_carry_their_names_and_the_snapshot_s_numbers():
+    figures = Figures()
+    figures.snapshot(
+        snapshot(running=3, waiting=2, drafted=30, verified=25, accepted=20, pages_held=5, draft_pages_held=2,
+                 lengths=[4, 0, 15], accepted_per_position=[12, 8], off_seconds=1.5)
+    )  # fmt: skip
+    text = PrometheusText(figures, engine()).render().decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    plain = {name: values[0][1] for name, values in found.items()}
+    assert plain["vllm:num_requests_running"] == 3
+    assert plain["vllm:num_requests_waiting"] == 2
+    assert plain["vllm:kv_cache_usage_perc"] == 0.5
+    assert plain["vllm:spec_decode_num_drafts_total"] == 15
+    assert plain["vllm:spec_decode_num_draft_tokens_total"] == 30
+    assert plain["vllm:spec_decode_num_accepted_tokens_total"] == 20
+    assert plain["faser:spec_decode_num_verified_tokens_total"] == 25
+    assert plain["faser:spec_decode_num_pruned_tokens_total"] == 5
+    assert plain["faser:speculation_off_seconds_total"] == 1.5
+    assert plain["faser:draft_resident"] == 1
+    positions = {
+        labels["position"]: value for labels, value in found["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
+    }
+    assert positions == {"0": 12, "1": 8}
+    lengths = {labels["le"]: value for labels, value in found["faser:draft_length_bucket"]}
+    assert (lengths["0.0"], lengths["1.0"], lengths["2.0"], lengths["+Inf"]) == (4, 4, 19, 19)
+    assert plain["faser:draft_length_sum"] == 30
+    assert all(labels["model_name"] == "m" for values in found.values() for labels, _ in values)
+
+
+WORDS = {
+    "speculation off since 12 s: 180 requests decoding": {"running": 180, "last_decoding": 180},
+    "drafting 2 tokens for each of 3 requests": {
+        "running": 3, "last_decoding": 3, "last_drafting": 3, "last_drafted": 6,
+    },
+    "drafting 1 token for 1 of 2 requests": {
+        "running": 2, "last_decoding": 2, "last_drafting": 1, "last_drafted": 1,
+    },
+    "drafting 1.5 tokens on average for each of 2 requests": {
+        "running": 2, "last_decoding": 2, "last_drafting": 2, "last_drafted": 3,
+    },
+    "idle; policy fixed:2": {"running": 0, "last_drafting": 3},
+    "1 request being read; none decodes yet": {"running": 1, "speculating_changed": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_speculation_is_described_in_words(words):
+    assert describe(snapshot(**WORDS[words]), NOW, "fixed:2") == words
+
+
+def test_the_dashboard_s_history_holds_rates_between_seconds(monkeypatch):
+    clock = [NOW]
+    monkeypatch.setattr("faser.server.dashboard.monotonic", lambda: clock[0])
+    figures = Figures()
+    board = Dashboard(figures, engine())
+    figures.snapshot(snapshot())
+    board.tick()
+    clock[0] += 2
+    figures.output_tokens = 50
+    figures.snapshot(
+        snapshot(running=2, steps=10, step_seconds=1.0, predicted_seconds=0.8, accepted=20, drafted=30, verified=28,
+                 lengths=[5, 0, 15], verified_per_position=[15, 13], accepted_per_position=[12, 8], pages_held=5)
+    )  # fmt: skip
+    board.tick()
+    data = board.data("ready")
+    history = data["history"]
+    assert history["output_rate"][-1] == 25.0
+    assert history["step_ms"][-1] == 100.0
+    assert history["predicted_ms"][-1] == pytest.approx(80.0)
+    assert history["accepted_rate"][-1] == 10.0
+    assert history["mean_length"][-1] == 1.5
+    assert history["kv_used"][-1] == 0.5
+    assert data["drafted"]["total"] == {"accepted": 20, "rejected": 8, "pruned": 2}
+    assert data["positions"] == {"verified": [15, 13], "accepted": [12, 8]}
+    assert data["lengths"] == [5, 0, 15]
+
+
+def test_an_engine_started_again_does_not_make_negative_rates():
+    figures = Figures()
+    board = Dashboard(figures, engine())
+    figures.snapshot(snapshot(steps=100, accepted=50, step_seconds=3.0))
+    board.tick()
+    figures.snapshot(snapshot(steps=1, accepted=1, step_seconds=0.1))
+    board.tick()
+    history = board.data("ready")["history"]
+    assert history["accepted_rate"][-1] == 0
+    assert history["step_ms"][-1] is None

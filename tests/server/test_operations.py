@@ -1,0 +1,262 @@
+"""The server as its operators meet it: load, signals, crashes, keys and limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from time import monotonic
+
+import openai
+import pytest
+
+from tests.server.running import eventually, running
+
+FOREVER = {"model": "paced", "prompt": "the fox", "max_tokens": 3000}  # a minute at 20 ms a token
+
+
+def open_stream(server, **fields):
+    """A stream whose first token has arrived. The answer is left open."""
+    body = json.dumps({**FOREVER, "stream": True, **fields}).encode()
+    response = urllib.request.urlopen(urllib.request.Request(server.url + "/v1/completions", body), timeout=60)
+    assert response.readline().startswith(b"data: ")
+    return response
+
+
+@contextmanager
+def raw_request(server, body: bytes, length: int | None = None):
+    """A request on a socket of its own, sent but not read."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        length = len(body) if length is None else length
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {length}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        yield connection
+
+
+def is_idle(server) -> bool:
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    return all(server.metric(name) == 0 for name in names)
+
+
+# ── clients that leave ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_client_that_leaves_frees_its_pages(paced):
+    with paced() as server:
+        stream = open_stream(server)
+        eventually(lambda: server.metric("vllm:num_requests_running") == 1, "the request runs")
+        assert server.metric("vllm:kv_cache_usage_perc") > 0
+        stream.close()
+        eventually(lambda: is_idle(server), "its pages are free")
+        assert server.metric("vllm:request_success_total") == 1
+        assert server.get("/dashboard/data")[1]["requests"]["cancelled"] == 1
+        # and one that never asked for a stream, and one that left in the middle of its body
+        with raw_request(server, json.dumps(FOREVER).encode()):
+            eventually(lambda: server.metric("vllm:num_requests_running") == 1, "the request runs")
+        eventually(lambda: is_idle(server), "its pages are free")
+        with raw_request(server, b'{"prompt"', length=1000):
+            pass
+        assert server.complete(prompt="a", max_tokens=1)["choices"]
+        assert server.stop() == 0
+        assert "Traceback" not in server.log
+
+
+# ── a full house ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_full_queue_answers_503_and_when_to_try_again(paced):
+    with paced("--max-running", "1", "--max-waiting", "1") as server:
+        stream = open_stream(server)
+        with raw_request(server, json.dumps(FOREVER).encode()):
+            eventually(lambda: server.metric("vllm:num_requests_waiting") == 1, "the second waits")
+            with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+                with pytest.raises(openai.InternalServerError) as refused:
+                    client.completions.create(model="paced", prompt="a")
+                assert refused.value.status_code == 503
+                assert int(refused.value.response.headers["retry-after"]) >= 1
+                assert refused.value.code == "queue_full"
+        stream.close()
+        eventually(lambda: is_idle(server), "room again")
+        assert server.complete(prompt="a", max_tokens=1)["choices"]
+        assert server.metric("faser:requests_refused_total") == 1
+        status, answer = server.post("/v1/completions", {"prompt": "a", "n": 3})
+        assert (status, answer["error"]["param"]) == (400, "n"), "what can never fit is not told to try again"
+
+
+# ── signals ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_sigterm_lets_the_running_finish_refuses_the_new_and_exits_0(paced):
+    with paced() as server, ThreadPoolExecutor(16) as pool:
+        engine_id = server.engine_id
+        running_one = pool.submit(server.complete, prompt="a", max_tokens=100)
+        eventually(lambda: server.metric("vllm:num_requests_running") == 1, "the request runs")
+        server.process.send_signal(signal.SIGTERM)
+        eventually(lambda: server.get("/health") == (503, {**HEALTH, "status": "draining"}), "it drains")
+        status, answer = server.post("/v1/completions", {"prompt": "a"})
+        assert (status, answer["error"]["message"]) == (503, "the server is shutting down")
+        assert running_one.result()["usage"]["completion_tokens"] == 100
+        assert server.process.wait(60) == 0
+        eventually(lambda: not os.path.exists(f"/proc/{engine_id}"), "the engine is gone too")
+
+
+HEALTH = {"status": "ready", "engine_restarts": 0, "error": None}
+
+
+def test_what_outlives_the_grace_ends_with_an_error_and_the_exit_status_is_still_0(paced):
+    with paced("--grace", "0.2") as server:
+        stream = open_stream(server)
+        assert server.stop() == 0
+        *_, last = [line for line in stream.read().split(b"\n\n") if line]
+        assert json.loads(last.removeprefix(b"data: "))["error"]["message"] == "the server is shutting down"
+
+
+def test_a_second_signal_ends_the_grace(paced):
+    with paced("--grace", "1000") as server, open_stream(server):
+        server.process.send_signal(signal.SIGINT)
+        eventually(lambda: server.get("/health")[0] == 503, "it drains")
+        assert server.stop() == 0
+
+
+def test_an_engine_does_not_outlive_a_server_that_was_killed(paced):
+    with paced() as server:
+        engine_id = server.engine_id
+        server.process.kill()
+        eventually(lambda: not os.path.exists(f"/proc/{engine_id}"), "the engine is gone")
+
+
+# ── an engine that dies ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_if_the_engine_dies_every_open_request_gets_an_error_and_the_engine_is_started_again(paced):
+    with paced() as server, ThreadPoolExecutor(16) as pool:
+        stream = open_stream(server)
+        waiting = [pool.submit(server.post, "/v1/completions", FOREVER) for _ in range(8)]
+        eventually(lambda: server.metric("vllm:num_requests_running") == 9, "all run")
+        os.kill(server.engine_id, signal.SIGKILL)
+        killed = monotonic()
+        answers = [one.result() for one in waiting]
+        assert monotonic() - killed < 10  # in truth a fraction of a second; a hang is what this excludes
+        assert {status for status, _ in answers} == {503}
+        assert {answer["error"]["code"] for _, answer in answers} == {"engine_failed"}
+        *_, last = [line for line in stream.read().split(b"\n\n") if line]
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "engine_failed"
+        eventually(lambda: server.get("/health") == (200, {**HEALTH, "engine_restarts": 1}), "a new engine is up")
+        assert server.complete(prompt="a", max_tokens=3)["usage"]["completion_tokens"] == 3
+        assert server.stop() == 0
+
+
+def test_health_says_when_the_engine_is_down(paced):
+    with paced() as server:
+        os.kill(server.engine_id, signal.SIGKILL)
+        seen = set()
+        eventually(lambda: seen.add(server.get("/health")[1]["status"]) or "restarting" in seen, "health says so")
+        status, answer = server.post("/v1/completions", {"prompt": "a"})
+        assert status in (200, 503), answer
+
+
+def test_an_engine_failure_can_end_the_server_with_a_status(paced):
+    with paced("--on-engine-failure", "exit") as server:
+        os.kill(server.engine_id, signal.SIGKILL)
+        assert server.process.wait(60) == 1
+        assert "faser: the engine process ended (signal 9)" in server.log
+
+
+def test_an_engine_that_keeps_dying_is_given_up(paced):
+    with paced() as server:
+        for _ in range(3):
+            eventually(lambda: server.process.poll() is not None or server.get("/health")[0] == 200, "it is up")
+            server.post("/v1/completions", {"prompt": "&"})  # kills the engine that takes it in
+        assert server.process.wait(60) == 1
+        assert "3 times within a minute" in server.log
+
+
+def test_a_step_that_fails_takes_its_requests_and_nothing_else(paced):
+    with paced() as server:
+        status, answer = server.post("/v1/completions", {"prompt": "%"})
+        assert status == 500
+        assert "secret" not in json.dumps(answer), "no details to clients"
+        assert "secret details" in server.log
+        assert server.complete(prompt="a", max_tokens=2)["choices"]
+        assert server.get("/health") == (200, HEALTH)
+        assert server.metric("faser:step_failures_total") == 1
+
+
+def test_a_model_that_cannot_be_loaded_is_one_readable_line(folder, tmp_path):
+    with running(tmp_path / "nowhere", tmp_path, wait=False) as server:
+        assert server.process.wait(60) == 1
+    lines = server.log.strip().splitlines()
+    assert lines[-1].startswith("faser: ")
+    assert "nowhere" in lines[-1]
+    assert "Traceback" not in server.log
+
+
+def test_a_taken_port_is_one_readable_line(chat_folder, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with running(chat_folder, tmp_path, "--port", str(taken.getsockname()[1]), wait=False) as server:
+            assert server.process.wait(60) == 1
+    assert "give another --port" in server.log
+    assert "Traceback" not in server.log
+
+
+# ── keys and limits ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_keys_limits_and_cors_are_enforced(paced):
+    flags = ("--api-key", "secret", "--max-body-size", "0.001", "--max-prompt-tokens", "8")
+    environment = {"FASER_API_KEY": "other"}
+    with paced(*flags, "--cors-origin", "https://example.org", environment=environment) as server:
+        body = {"model": "paced", "prompt": "a", "max_tokens": 1}
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
+            status, answer = server.post("/v1/completions", body, headers)
+            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+        assert server.get("/v1/models")[0] == 401
+        assert server.get("/health")[0] == 200, "probes need no key"
+        for key in ("secret", "other"):
+            assert server.post("/v1/completions", body, {"Authorization": f"Bearer {key}"})[0] == 200
+
+        key = {"Authorization": "Bearer secret"}
+        status, answer = server.post("/v1/completions", {**body, "user": "x" * 2000}, key)
+        assert (status, answer["error"]["code"]) == (413, "body_too_large")
+        status, answer = server.post("/v1/completions", {**body, "prompt": [70] * 9}, key)
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+        request = urllib.request.Request(server.url + "/health", headers={"Origin": "https://example.org"})
+        with urllib.request.urlopen(request) as response:
+            assert response.headers["access-control-allow-origin"] == "https://example.org"
+
+
+def test_cors_is_off_by_default(server):
+    request = urllib.request.Request(server.url + "/health", headers={"Origin": "https://example.org"})
+    with urllib.request.urlopen(request) as response:
+        assert response.headers["access-control-allow-origin"] is None
+
+
+def test_nobody_hangs_when_everything_happens_at_once(server):
+    """Many threads, half of which leave early: all answers arrive, and nothing is held at the end."""
+    errors: list[str] = []
+
+    def one(number: int) -> None:
+        body = {"prompt": "the fox " * (number % 7 + 1), "max_tokens": 40, "seed": number, "ignore_eos": True}
+        if number % 2:
+            with raw_request(server, json.dumps({**body, "stream": True}).encode()) as connection:
+                connection.recv(200 * (number % 3))
+        elif server.complete(**body)["usage"]["completion_tokens"] != 40:
+            errors.append(f"{number} was cut short")
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert errors == []
+    eventually(lambda: is_idle(server), "nothing is held")

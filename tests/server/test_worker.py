@@ -1,0 +1,185 @@
+"""The engine's process, without the process: a worker on one end of a socket pair, the test on the other."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import contextmanager
+from itertools import pairwise
+from threading import Thread
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from faser.engine import Engine
+from faser.errors import FaserError
+from faser.policy import Fixed
+from faser.server.messages import (
+    Add,
+    Cancel,
+    Frames,
+    FromEngine,
+    Outputs,
+    Refused,
+    frame,
+    pack_params,
+    socket_pair,
+    unpack_params,
+)
+from faser.server.worker import Served, Worker
+from faser.types import FinishReason, Grammar, SamplingParams
+from tests.oracle import SEED, World, expected_output
+
+
+class Link:
+    """The test's end."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.frames = Frames(FromEngine)
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, object] = {}
+        self.refused: dict[str, str] = {}
+        self.snapshot = None
+
+    def send(self, *messages) -> None:
+        self.connection.sendall(b"".join(map(frame, messages)))
+
+    def receive(self) -> None:
+        data = self.connection.recv(1 << 20)
+        assert data, "the worker left"
+        for message in self.frames.feed(data):
+            if isinstance(message, Refused):
+                self.refused[message.id] = message.message
+            elif isinstance(message, Outputs):
+                self.take(message)
+
+    def take(self, message: Outputs) -> None:
+        for output in message.outputs:
+            self.tokens.setdefault(output.id, []).extend(output.token_ids)
+            if output.finish is not None:
+                self.ends[output.id] = output.finish
+        self.snapshot = message.snapshot or self.snapshot
+
+    def until(self, condition) -> None:
+        while not condition():
+            self.receive()
+
+
+def add(name: str, prompt: list[int], max_tokens: int) -> Add:
+    return Add(name, prompt, pack_params(SamplingParams(max_tokens=max_tokens)), SEED, [])
+
+
+@contextmanager
+def working(executor=None):
+    """A worker over an engine whose tokens are known beforehand."""
+    world = World(Fixed(2), agreement=0.5)
+    engine = Engine(world.scheduler, executor(world.executor) if executor else world.executor)
+    ours, theirs = socket_pair()
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with theirs:
+                Worker(Served(engine, None, None), theirs).run()
+        except FaserError as error:
+            failures.append(error)
+
+    thread = Thread(target=run)
+    thread.start()
+    with ours:
+        ours.settimeout(60)
+        yield Link(ours), failures
+    thread.join(60)
+    assert not thread.is_alive(), "a worker ends with its socket"
+
+
+def test_requests_come_back_whole_and_the_worker_rests():
+    with working() as (link, _):
+        link.send(add("a", [1, 2, 3], 10), add("b", [2, 2], 5))
+        link.until(lambda: len(link.ends) == 2)
+        assert link.tokens == {
+            "a": expected_output([1, 2, 3], SEED, 10),
+            "b": expected_output([2, 2], SEED, 5),
+        }
+        link.until(lambda: link.snapshot is not None and link.snapshot.running == 0)
+        assert link.snapshot.emitted == 15
+        assert link.snapshot.pages_held == 0
+        assert sum(link.snapshot.lengths) == sum(end.stats.steps for end in link.ends.values())
+
+
+def test_a_cancelled_request_is_gone_before_the_next_step():
+    with working() as (link, _):
+        # both frames are there before the first step: the request must never run
+        link.send(add("a", [1, 2, 3], 50), Cancel("a"), add("b", [1], 3))
+        link.until(lambda: len(link.ends) == 2)
+        assert link.ends["a"].reason is FinishReason.CANCELLED
+        assert link.tokens["a"] == []
+        assert link.tokens["b"] == expected_output([1], SEED, 3)
+
+
+def test_what_can_never_fit_is_refused_and_nothing_else_is_lost():
+    with working() as (link, _):
+        link.send(add("a", [1] * 4000, 10), add("b", [1], 3), add("b", [1], 3))
+        link.until(lambda: len(link.ends) == 1 and len(link.refused) == 2)
+        assert "4010" in link.refused["a"]
+        assert "already in use" in link.refused["b"]
+
+
+class Failing:
+    """Raises in the steps it is told to."""
+
+    def __init__(self, inner, which) -> None:
+        self.inner, self.which, self.number = inner, which, 0
+
+    def execute(self, plan):
+        self.number += 1
+        if self.number in self.which:
+            raise RuntimeError("private")
+        return self.inner.execute(plan)
+
+    def close(self) -> None: ...
+
+
+def test_a_failed_step_fails_its_requests_with_a_reason_and_the_worker_goes_on():
+    with working(lambda inner: Failing(inner, {2})) as (link, _):
+        link.send(add("a", [1, 2], 50), add("b", [1, 3], 50))
+        link.until(lambda: len(link.ends) == 2)
+        assert {end.reason for end in link.ends.values()} == {FinishReason.FAILED}
+        assert all("RuntimeError" in end.error and "private" not in end.error for end in link.ends.values())
+        link.send(add("c", [1, 2], 5))
+        link.until(lambda: "c" in link.ends)
+        assert link.tokens["c"] == expected_output([1, 2], SEED, 5)
+
+
+def test_steps_that_always_fail_end_the_worker():
+    with working(lambda inner: Failing(inner, range(100))) as (link, failures):
+        for name in "abc":
+            link.send(add(name, [1], 5))
+            link.until(lambda name=name: name in link.ends)
+        assert link.connection.recv(1 << 20) == b""
+    assert "3 steps failed in a row" in str(failures[0])
+
+
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(max_tokens=3, temperature=0.5, top_p=0.9, stop=["a", "b"], stop_token_ids=[4], seed=-1),
+    SamplingParams(logit_bias={3: 1.5, 70000: -100.0}, logprobs=0, max_draft=0, ignore_eos=True),
+    SamplingParams(grammar=Grammar("regex", "a+")),
+]
+
+
+@pytest.mark.parametrize("params", PARAMS)
+def test_parameters_survive_the_journey(params):
+    (message,) = Frames(Add).feed(frame(Add("x", [1], pack_params(params), 2**64 - 1, [])))
+    assert unpack_params(message.params) == params
+    assert message.seed == 2**64 - 1
+
+
+@given(st.lists(st.binary(min_size=1, max_size=40), min_size=1), st.data())
+def test_frames_survive_any_cut(prompts, data):
+    messages = [Add(str(i), list(prompt), {}, 0, []) for i, prompt in enumerate(prompts)]
+    stream = b"".join(map(frame, messages))
+    cuts = sorted({0, len(stream), *data.draw(st.lists(st.integers(0, len(stream)), max_size=8))})
+    frames = Frames(Add)
+    assert [m for a, b in pairwise(cuts) for m in frames.feed(stream[a:b])] == messages
