@@ -37,10 +37,10 @@ from typing import Any
 from http_client import Answer, Connection, Server, events, read_metrics, read_texts, request_head, resident_bytes
 
 MAX_MODEL_LEN = 512
-FLAGS = ("--kv-memory", "0.25", "--max-model-len", str(MAX_MODEL_LEN), "--max-body-size", "1", "--log-level", "warning")
+FLAGS = ("--kv-memory", "0.08", "--max-model-len", str(MAX_MODEL_LEN), "--max-body-size", "1", "--log-level", "warning")
 MIB = 2**20
 WARM_UP = 0.3  # of the requests
-BOUND_MIB = {"http": 16, "engine": 64}  # growth over the rest of a run
+BOUND_MIB = {"http": 8, "engine": 32}  # growth over the rest of a run
 ANSWER_SECONDS = 600
 REST_SECONDS = 60
 SAMPLE_SECONDS = 0.5

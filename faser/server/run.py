@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import shlex
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -166,22 +167,22 @@ def announcement(about: About, options: ServerOptions, host: str, port: int) -> 
 
 
 def _examples(about: About, options: ServerOptions, url: str) -> list[str]:
+    """One for the shell and one for Python, which needs `pip install openai`."""
     key = ' -H "Authorization: Bearer $FASER_API_KEY"' if options.api_keys else ""
-    api_key = 'os.environ["FASER_API_KEY"]' if options.api_keys else '"none"'
-    asks = about.chat_template is not None
-    question: dict[str, object] = {"model": about.model}
-    question |= {"messages": [{"role": "user", "content": "Say hello"}]} if asks else {"prompt": "Once upon a time"}
-    path = "chat/completions" if asks else "completions"
-    call = 'chat.completions.create(model={!r}, messages=[{{"role": "user", "content": "Say hello"}}])' if asks else (
-        'completions.create(model={!r}, prompt="Once upon a time")')  # fmt: skip
-    found = "message.content" if asks else "text"
-    body = json.dumps({**question, "max_tokens": 32}, ensure_ascii=False).replace("'", "'\\''")
+    api_key = '__import__("os").environ["FASER_API_KEY"]' if options.api_keys else '"none"'
+    if about.chat_template is not None:
+        path, method, found = "chat/completions", "chat.completions", "message.content"
+        question: dict[str, object] = {"messages": [{"role": "user", "content": "Say hello"}]}
+    else:
+        path, method, found = "completions", "completions", "text"
+        question = {"prompt": "Once upon a time"}
+    request = {"model": about.model, **question, "max_tokens": 32}
+    arguments = ", ".join(f"{name}={value!r}" for name, value in request.items())
     return [
-        f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{body}'",
+        f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(request))}",
         "",
-        *(["import os"] if options.api_keys else []),
         "from openai import OpenAI",
         f'client = OpenAI(base_url="{url}/v1", api_key={api_key})',
-        f"print(client.{call.format(about.model)}.choices[0].{found})",
+        f"print(client.{method}.create({arguments}).choices[0].{found})",
         "",
     ]

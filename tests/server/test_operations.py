@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +44,33 @@ def raw_request(server, body: bytes, length: int | None = None):
 def is_idle(server) -> bool:
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     return all(server.metric(name) == 0 for name in names)
+
+
+def pasted(server, environment) -> list[str]:
+    """What the two announced examples print."""
+    lines = server.log.splitlines()
+    shell = next(line for line in lines if line.startswith("curl "))
+    start = lines.index("from openai import OpenAI")
+    commands = (["bash", "-c", shell], [sys.executable, "-c", "\n".join(lines[start : start + 3])])
+    runs = [subprocess.run(c, capture_output=True, text=True, env={**os.environ, **environment}) for c in commands]
+    assert [run.returncode for run in runs] == [0, 0], [run.stderr for run in runs]
+    return [run.stdout for run in runs]
+
+
+def test_the_announced_examples_work_when_pasted(server):
+    shell, python = pasted(server, {})
+    assert json.loads(shell)["choices"][0]["message"]["content"]
+    assert python.strip()
+    for what in ("draft    ngram (as asked)", "policy   fixed:3 (as asked)", "device   cpu", "dtype    float32", "KV "):
+        assert what in server.log
+
+
+def test_the_examples_work_with_a_key_and_without_a_chat_template(paced):
+    with paced(environment={"FASER_API_KEY": "it's secret"}) as server:
+        shell, python = pasted(server, {"FASER_API_KEY": "it's secret"})
+        assert json.loads(shell)["usage"]["completion_tokens"] == 32
+        assert python.strip()
+        assert "secret" not in server.log
 
 
 # ── clients that leave ───────────────────────────────────────────────────────────────────────────────────────────────
