@@ -37,7 +37,9 @@ from typing import Any
 from http_client import Answer, Connection, Server, events, read_metrics, read_texts, request_head, resident_bytes
 
 MAX_MODEL_LEN = 512
-FLAGS = ("--kv-memory", "0.08", "--max-model-len", str(MAX_MODEL_LEN), "--max-body-size", "1", "--log-level", "warning")
+# Small pages: a request is let in with one to spare, and outgrows it.
+FLAGS = ("--kv-memory", "0.06", "--page-size", "4", "--max-model-len", str(MAX_MODEL_LEN), "--max-body-size", "1",
+         "--log-level", "warning")  # fmt: skip
 MIB = 2**20
 WARM_UP = 0.3  # of the requests
 BOUND_MIB = {"http": 8, "engine": 32}  # growth over the rest of a run

@@ -32,13 +32,17 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "--draft", help="likewise, or a draft patch, or ngram (prompt lookup); default: the default model's"
     )
     engine.add_argument("--policy", help="off or fixed:K; default: fixed:1 with a draft, off without")
-    engine.add_argument("--device", default="auto", help="auto or cpu")
+    engine.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu or cuda")
     engine.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     engine.add_argument(
         "--max-model-len", type=int, metavar="N", help="tokens of one request; default: what the model knows"
     )
-    engine.add_argument("--max-running", type=int, default=64, metavar="N", help="requests in one batch")
-    engine.add_argument("--max-batch-tokens", type=int, default=1024, metavar="N", help="rows in one step")
+    engine.add_argument(
+        "--max-running", type=int, metavar="N", help="requests in one batch; default: 64 on a CPU, 256 on a GPU"
+    )
+    engine.add_argument(
+        "--max-batch-tokens", type=int, metavar="N", help="rows in one step; default: 1024 on a CPU, 4096 on a GPU"
+    )
     engine.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens in one KV page")
     engine.add_argument(
         "--kv-memory", type=float, metavar="GIB", help="KV pages of both models; default: the device's choice"

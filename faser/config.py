@@ -11,7 +11,7 @@ from faser.policy import Policy, make_policy
 NGRAM = "ngram"
 DEFAULT_LENGTH = 1  # of the fixed policy where none is named: the best on a CPU (docs/lab.md)
 DTYPES = ("auto", *model_config.DTYPES)
-DEVICES = ("auto", "cpu")
+DEVICES = ("auto", "cpu", "cuda")
 ON_ENGINE_FAILURE = ("restart", "exit")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -23,20 +23,21 @@ class EngineOptions:
     policy: str | Policy | None = None  # None: fixed:1 with a draft, off without
     device: str = "auto"
     dtype: str = "auto"
-    max_running: int = 64  # requests in one batch
-    max_batch_tokens: int = 1024  # rows in one step: decoding, drafts and prompt chunks together
+    max_running: int | None = None  # requests in one batch; None: the device's choice
+    max_batch_tokens: int | None = None  # rows in one step: decoding, drafts and prompt chunks together; likewise
     max_model_len: int | None = None  # None: what the model knows
     page_size: int = 16  # tokens
     kv_memory: int | None = None  # bytes for the KV pages of target and draft; None: the device's choice
     num_pages: int | None = None  # pages of each pool, instead of kv_memory
     prefix_caching: bool = True
+    acceptance: float | None = None  # accept each draft with this probability whatever it says: wrong text, real cost
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_batch_tokens", "max_model_len", "page_size", "kv_memory", "num_pages"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}={value!r}: expected an integer of at least 1")
-        if self.max_running > self.max_batch_tokens:
+        if self.max_running is not None and self.max_running > (self.max_batch_tokens or self.max_running):
             raise ConfigError(
                 f"max_running={self.max_running} exceeds max_batch_tokens={self.max_batch_tokens}: "
                 "every running request needs a row; raise the second or lower the first"
@@ -46,9 +47,9 @@ class EngineOptions:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
         if self.device not in DEVICES:
-            raise ConfigError(
-                f"device={self.device!r}: expected one of {', '.join(DEVICES)}; CUDA is not in this version"
-            )
+            raise ConfigError(f"device={self.device!r}: expected one of {', '.join(DEVICES)}")
+        if self.acceptance is not None and not 0 <= self.acceptance <= 1:
+            raise ConfigError(f"acceptance={self.acceptance!r}: expected a probability, 0 to 1")
 
     def make_policy(self, has_draft: bool) -> Policy:
         """The policy by name, or as given; refused where it would speculate without a draft."""

@@ -6,7 +6,7 @@ models, sampling, or drafted from committed tokens. Imports no torch: the HTTP p
 process will run.
 
 A hostile grammar must cost its own request and nothing else. llguidance bounds the work of a compilation and of a mask
-by LIMITS; what it does not bound, the intersection of many patterns, is refused before it is tried.
+by its limits; what these do not bound, the intersection of many patterns, is refused before it is tried.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from faser.errors import EngineError, InvalidRequest
 from faser.text import Tokenizer
 from faser.types import Grammar, IntArray
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 Bits = NDArray[np.uint8]  # one bit per token, the lowest first: [V / 8], rounded up to whole words
 
@@ -33,13 +35,21 @@ ANY_OBJECT = '{"type":"object"}'  # the schema of every JSON object
 MAX_TEXT = 256 * 1024  # characters of a schema or an expression
 MAX_INTERSECTED = 8  # patterns one string must satisfy at once: the work doubles with each
 MAX_LEXER_STATES = 50_000  # of one request, at 1 or 2 KiB each
-LIMITS = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
 
 # A model free to put out spaces may do so until its last token. This leaves room to indent nine levels.
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{1,20}", "lenient": False}
 _MAX_COMPILED = 64  # grammars kept; a compilation takes milliseconds
 _MAX_MASKS = 33  # of one request: those of a step, the longest draft and the bonus
 _MAX_REASON = 300  # characters of llguidance's own words that a message repeats
+
+
+def _library() -> Any:
+    """llguidance, looked for when the first grammar comes: an engine without one runs without it."""
+    try:
+        import llguidance
+    except ImportError:
+        raise InvalidRequest("a grammar needs the package llguidance; `pip install llguidance`") from None
+    return llguidance
 
 
 class GrammarCompiler:
@@ -87,7 +97,9 @@ class GrammarCompiler:
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         source = _json_source(grammar.text) if grammar.kind == "json_schema" else _regex_source(grammar.text)
-        start = LLMatcher(self._prepare(), source, log_level=0, limits=LIMITS)
+        library = _library()
+        limits = library.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        start: LLMatcher = library.LLMatcher(self._prepare(), source, log_level=0, limits=limits)
         if not start.is_error():
             start.compute_bitmask()  # shows an empty or too complex one at once; the work is kept and copied
         if start.is_error():
@@ -99,7 +111,7 @@ class GrammarCompiler:
             num_tokens = self._tokenizer.vocab_size
             ends = sorted(i for i in self._end_ids if i < num_tokens)
             try:
-                self._prepared = LLTokenizer(
+                self._prepared = _library().LLTokenizer(
                     self._tokenizer.to_json(), n_vocab=max(self._vocab_size, num_tokens), eos_token=ends or None
                 )
             except ValueError as error:
@@ -116,7 +128,8 @@ class GrammarCompiler:
 
         The text would then not be what the grammar saw, so no output begins with one.
         """
-        bits = LLMatcher(prepared, LLMatcher.grammar_from_regex(r" (.|\n)*"), log_level=0).compute_bitmask()
+        matcher = _library().LLMatcher
+        bits = matcher(prepared, matcher.grammar_from_regex(r" (.|\n)*"), log_level=0).compute_bitmask()
         spaced: Bits = np.frombuffer(bits, np.uint8)[: len(self._text_bits)] & self._text_bits
         ids = np.flatnonzero(np.unpackbits(spaced, bitorder="little"))
         keeps = ids.size == 0 or self._tokenizer.decode([int(ids[0])]).startswith(" ")
@@ -260,7 +273,8 @@ def _pack(token_ids: Iterable[int], num_tokens: int) -> Bits:
 
 def _regex_source(text: str) -> str:
     _require_size("regex", text)
-    return LLMatcher.grammar_from_regex(text)
+    source: str = _library().LLMatcher.grammar_from_regex(text)
+    return source
 
 
 def _json_source(text: str) -> str:
@@ -281,7 +295,8 @@ def _json_source(text: str) -> str:
         raise _refusal("json_schema", f"expected an object, not {_shorten(json.dumps(schema))}")
     if "x-guidance" in schema:
         raise _refusal("json_schema", "the key x-guidance is not taken; remove it")
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
+    source: str = _library().LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
+    return source
 
 
 def _require_size(kind: str, text: str) -> None:

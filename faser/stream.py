@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from faser.text import StopChecker, TextStream, Tokenizer
+from faser.text import StopChecker, Tokenizer, make_text_stream
 from faser.types import Chunk, Finish, Progress
 
 
@@ -19,7 +19,7 @@ class ChunkStream:
     """
 
     def __init__(self, tokenizer: Tokenizer | None, checker: StopChecker | None) -> None:
-        self._text = TextStream(tokenizer) if tokenizer is not None else None
+        self._text = make_text_stream(tokenizer) if tokenizer is not None else None
         self._checker = checker
         self._pieces: deque[tuple[str, bool]] = deque()  # certain, but not handed out yet
         self._num_waiting = 0  # characters in these pieces

@@ -7,6 +7,7 @@ are the same however the tokens were grouped. Imports no torch.
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +32,8 @@ class Tokenizer:
         self._backend = backend
         self._special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self._byte_ids = _byte_fallback_ids(backend)
-        self._is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
+        self.is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
+        self._pieces: dict[int, bytes] = {}  # what `piece` was asked for before
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
@@ -86,10 +88,17 @@ class Tokenizer:
             return b""
         if token_id in self._byte_ids:
             return bytes([int(token[3:5], 16)])
-        if self._is_byte_level:
+        if self.is_byte_level:
             known = [_BYTE_OF.get(character) for character in token]
             return token.encode() if None in known else bytes(byte for byte in known if byte is not None)
         return self.decode([token_id], skip_special_tokens=False).encode()
+
+    def piece(self, token_id: int) -> bytes:
+        """`token_bytes`, but nothing for a token that `decode` drops."""
+        found = self._pieces.get(token_id)
+        if found is None:
+            found = self._pieces[token_id] = b"" if self.is_silent(token_id) else self.token_bytes(token_id)
+        return found
 
     def is_silent(self, token_id: int) -> bool:
         """Whether `decode` drops the token before it decodes anything."""
@@ -176,6 +185,42 @@ class TextStream:
         self._next_try = 1
 
 
+class ByteTextStream(TextStream):
+    """The same for tokenizers whose tokens are bytes by themselves: several times cheaper, since nothing is decoded twice.
+
+    Only an unfinished character is held back; bytes that can no longer become one are replaced at once.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer)
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._num_pending = 0
+
+    def push(self, token_id: int) -> str:
+        piece = self._tokenizer.piece(token_id)
+        if not piece:
+            return ""
+        text = self._decoder.decode(piece)
+        self._num_pending = self._num_pending + 1 if self._decoder.getstate()[0] else 0
+        return text
+
+    def peek(self) -> str:
+        return self._decoder.getstate()[0].decode(errors="replace")
+
+    def finish(self) -> str:
+        self._num_pending = 0
+        return self._decoder.decode(b"", final=True)
+
+    @property
+    def num_held(self) -> int:
+        return self._num_pending
+
+
+def make_text_stream(tokenizer: Tokenizer) -> TextStream:
+    """The cheapest stream that is right for the tokenizer."""
+    return ByteTextStream(tokenizer) if tokenizer.is_byte_level else TextStream(tokenizer)
+
+
 class StopChecker:
     """Watches one request's text for its stop strings.
 
@@ -184,7 +229,7 @@ class StopChecker:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], num_ignored: int = 0) -> None:
-        self._stream = TextStream(tokenizer)
+        self._stream = make_text_stream(tokenizer)
         self._stop = tuple(stop)
         self._num_ignored = num_ignored
         self._num_tokens = 0

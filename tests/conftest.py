@@ -15,3 +15,8 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     write_checkpoint(path)
     return path
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")

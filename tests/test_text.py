@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from faser.errors import InvalidRequest, ModelError
-from faser.text import StopChecker, TextStream, Tokenizer
+from faser.text import ByteTextStream, StopChecker, TextStream, Tokenizer, make_text_stream
 
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog.  Two spaces, then a tab\tand a line\n\nEND of it.",
@@ -73,8 +73,8 @@ def ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
     return st.lists(st.one_of(any_id, st.integers(0, 260)), max_size=40)
 
 
-def stream_pieces(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
-    stream = TextStream(tokenizer)
+def stream_pieces(tokenizer: Tokenizer, token_ids: Sequence[int], make=make_text_stream) -> list[str]:
+    stream = make(tokenizer)
     return [*(stream.push(i) for i in token_ids), stream.finish()]
 
 
@@ -147,6 +147,11 @@ def test_any_tokens_streamed_give_the_text_of_all_of_them(kind: str, data: st.Da
     tokenizer = TOKENIZERS[kind]
     token_ids = data.draw(ids_of(tokenizer))
     assert "".join(stream_pieces(tokenizer, token_ids)) == tokenizer.decode(token_ids)
+    assert "".join(stream_pieces(tokenizer, token_ids, TextStream)) == tokenizer.decode(token_ids)
+
+
+def test_tokens_that_are_bytes_take_the_cheap_stream() -> None:
+    assert [type(make_text_stream(each)) for each in TOKENIZERS.values()] == [ByteTextStream, TextStream, TextStream]
 
 
 @kinds

@@ -40,7 +40,9 @@ class Source(Protocol):
     @property
     def config(self) -> ModelConfig: ...
 
-    def load(self, dtype: torch.dtype, max_positions: int, progress: Progress | None = None) -> Transformer: ...
+    def load(
+        self, dtype: torch.dtype, max_positions: int, progress: Progress | None = None, device: str = "cpu"
+    ) -> Transformer: ...
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,10 @@ class FolderSource:
     path: Path
     config: ModelConfig
 
-    def load(self, dtype: torch.dtype, max_positions: int, progress: Progress | None = None) -> Transformer:
-        return weights.load(self.path, self.config, dtype, progress=progress, max_positions=max_positions)
+    def load(
+        self, dtype: torch.dtype, max_positions: int, progress: Progress | None = None, device: str = "cpu"
+    ) -> Transformer:
+        return weights.load(self.path, self.config, dtype, device, progress, max_positions)
 
     def tokenizer(self) -> Tokenizer | None:
         return Tokenizer.from_folder(self.path) if (self.path / TOKENIZER_FILE).is_file() else None
@@ -70,8 +74,10 @@ class GgufSource:
     path: Path
     config: ModelConfig
 
-    def load(self, dtype: torch.dtype, max_positions: int, progress: Progress | None = None) -> Transformer:
-        return gguf.load(self.path, self.config, dtype, progress=progress, max_positions=max_positions)
+    def load(
+        self, dtype: torch.dtype, max_positions: int, progress: Progress | None = None, device: str = "cpu"
+    ) -> Transformer:
+        return gguf.load(self.path, self.config, dtype, device, progress, max_positions)
 
     def tokenizer(self) -> Tokenizer | None:
         return gguf.load_tokenizer(self.path)

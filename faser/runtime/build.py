@@ -5,7 +5,6 @@ Everything that can be refused is refused before the first weight is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,14 +19,11 @@ from faser.models.config import ModelConfig
 from faser.models.source import DEFAULT_DRAFT, PatchSource, Source, open_draft, open_target
 from faser.models.transformer import Transformer
 from faser.pages import PagePool
+from faser.policy import MAX_LENGTH
 from faser.progress import progress_bar
-from faser.runtime.device import Device, make_device
-from faser.runtime.drafter import Drafter, ModelDrafter, NgramDrafter
-from faser.runtime.executor import TorchExecutor
-from faser.runtime.kv_cache import bytes_per_page
-from faser.runtime.runner import ModelRunner
+from faser.runtime.device import Device, Parts, make_device
+from faser.runtime.kv_cache import fitting_pages
 from faser.runtime.sampling import Sampler
-from faser.runtime.verifier import Verifier
 from faser.scheduler import Limits, Scheduler
 from faser.text import Tokenizer
 
@@ -70,7 +66,9 @@ def _load_sources(model: str | None, draft: str | None, options: EngineOptions) 
     _max_model_len(options, source.config.max_positions)
     device = make_device(options.device)
     configs = [source.config] + ([draft_source.config] if draft_source is not None else [])
-    _num_pages(options, device, [(config, _dtype(options, config, device)) for config in configs])
+    budget = options.kv_memory or device.default_kv_memory()
+    if budget is not None and options.num_pages is None:
+        fitting_pages(budget, [(c, _dtype(options, c, device)) for c in configs], options.page_size)
     tokenizer = source.tokenizer()
     target = _load("target", source, options, device)
     if draft_source is None:
@@ -83,7 +81,7 @@ def _load_sources(model: str | None, draft: str | None, options: EngineOptions) 
 def _load(role: str, source: Source, options: EngineOptions, device: Device) -> Transformer:
     most = min(source.config.max_positions, options.max_model_len or source.config.max_positions)
     with progress_bar(f"loading the {role}", bytes_=True) as update:
-        return source.load(_dtype(options, source.config, device), most, update)
+        return source.load(_dtype(options, source.config, device), most, update, device.name)
 
 
 def _dtype(options: EngineOptions, config: ModelConfig, device: Device) -> torch.dtype:
@@ -91,45 +89,63 @@ def _dtype(options: EngineOptions, config: ModelConfig, device: Device) -> torch
 
 
 def build_engine(
-    target: Transformer, draft: Draft, options: EngineOptions, tokenizer: Tokenizer | None = None
+    target: Transformer,
+    draft: Draft,
+    options: EngineOptions,
+    tokenizer: Tokenizer | None = None,
+    device: Device | None = None,
 ) -> Engine:
-    """An engine over models already in memory. Without a tokenizer, requests with a grammar fail with that reason."""
+    """An engine over models already in memory, where they are.
+
+    Without a tokenizer, requests with a grammar fail with that reason.
+    """
     policy = options.make_policy(has_draft=draft is not None)
-    device = make_device(options.device)
+    device = device or make_device(options.device if options.device != "auto" else target.device.type)
     draft_model = draft if isinstance(draft, Transformer) else None
-    models = [model for model in (target, draft_model) if model is not None]
-    max_model_len = _max_model_len(options, target.max_positions)
-    draft_max_len = draft_model.max_positions if draft_model is not None else None
-    limits = Limits(options.max_running, options.max_batch_tokens, max_model_len, draft_max_len)
-    num_pages = _num_pages(options, device, [(model.config, model.dtype) for model in models])
-
-    def pool() -> PagePool:
-        return PagePool(num_pages, options.page_size, limits.max_running, max_model_len, options.prefix_caching)
-
-    def runner(model: Transformer) -> ModelRunner:
-        cache = device.kv_cache(model.config, num_pages, options.page_size, model.dtype)
-        return ModelRunner(model, cache, device, limits.max_running, max_model_len)
-
-    history = torch.from_numpy(np.zeros((limits.max_running, max_model_len), dtype=np.int64))  # memory on first touch
+    limits = _limits(options, device, target, draft_model)
+    # memory on first touch
+    history = torch.from_numpy(np.zeros((limits.max_running, limits.max_model_len), dtype=np.int64))
     compiler = None
     if tokenizer is not None:
         compiler = shared_compiler(tokenizer, target.config.vocab_size, target.config.eos_token_ids)
-    sampler = Sampler(limits.max_running, target.config.vocab_size, history, compiler)
-    drafter: Drafter | None = None
-    if draft_model is not None:
-        drafter = ModelDrafter(runner(draft_model), sampler, history, target.config.vocab_size)
-    elif draft == NGRAM:
-        drafter = NgramDrafter(history)
-    executor = TorchExecutor(Verifier(runner(target), sampler, history), drafter, sampler, history)
+    executor, num_pages = device.make_executor(
+        Parts(
+            target=target,
+            draft=draft_model,
+            uses_ngrams=draft == NGRAM,
+            limits=limits,
+            page_size=options.page_size,
+            max_length=MAX_LENGTH if draft is not None else 0,
+            history=history,
+            sampler=Sampler(limits.max_running, target.config.vocab_size, history, compiler),
+            num_pages=options.num_pages,
+            kv_memory=options.kv_memory,
+            acceptance=options.acceptance,
+        )
+    )
+
+    def pool() -> PagePool:
+        return PagePool(num_pages, options.page_size, limits.max_running, limits.max_model_len, options.prefix_caching)
+
     scheduler = Scheduler(
         limits,
         policy,
         pool(),
         pool() if draft_model is not None else None,
-        speculates=drafter is not None,
+        speculates=draft is not None,
         prefix_caching=options.prefix_caching,
     )
     return Engine(scheduler, executor)
+
+
+def _limits(options: EngineOptions, device: Device, target: Transformer, draft: Transformer | None) -> Limits:
+    max_running = options.max_running or min(device.max_running, options.max_batch_tokens or device.max_running)
+    return Limits(
+        max_running,
+        options.max_batch_tokens or max(device.max_batch_tokens, max_running),
+        _max_model_len(options, target.max_positions),
+        draft.max_positions if draft is not None else None,
+    )
 
 
 def _max_model_len(options: EngineOptions, known: int) -> int:
@@ -138,21 +154,6 @@ def _max_model_len(options: EngineOptions, known: int) -> int:
     if asked is not None and asked > known:
         raise ConfigError(f"max_model_len={asked}: the model knows {known} positions; give at most that")
     return asked or known
-
-
-def _num_pages(options: EngineOptions, device: Device, models: Sequence[tuple[ModelConfig, torch.dtype]]) -> int:
-    """Pages of each pool: what the memory holds, and no more than could ever be used."""
-    if options.num_pages is not None:
-        return options.num_pages
-    budget = options.kv_memory or device.default_kv_memory()
-    page = sum(bytes_per_page(config, options.page_size, dtype) for config, dtype in models)
-    if budget < page:
-        raise ConfigError(
-            f"kv_memory of {budget / 2**30:.6f} GiB: one page of {options.page_size} tokens takes "
-            f"{page / 2**30:.6f} GiB; give more"
-        )
-    most_tokens = options.max_model_len or models[0][0].max_positions
-    return min(budget // page, options.max_running * -(-most_tokens // options.page_size))
 
 
 def _require_same_vocabulary(target: Transformer, draft: Transformer) -> None:

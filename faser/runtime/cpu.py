@@ -1,4 +1,4 @@
-"""The CPU device: ragged attention over pages with plain torch calls.
+"""Attention on the CPU: ragged, over pages, with plain torch calls.
 
 Attention gathers a group's pages into one padded block and calls torch's fused attention once per group and layer. What
 depends only on the rows (indices, masks, rotation) is prepared once per forward. The query heads that share a key head
@@ -8,14 +8,12 @@ are folded into the query's rows, which keeps the fused kernel on its fast path.
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from faser.models.config import ModelConfig
 from faser.models.layers import rotate
 from faser.models.transformer import Transformer
 from faser.runtime.batch import Rows
@@ -25,22 +23,6 @@ from faser.types import IntArray
 SHORT_ROWS = 16  # requests with more rows than this attend on their own
 SPARE_PAGES = 64  # padding a group may always carry; beyond it, at most half of the group's pages may be padding
 GROUP_BYTES = 3 * 2**20  # keys and values a group gathers: more would fall out of the cache before they are used
-
-
-class CpuDevice:
-    """Lanes and graphs do not exist here: every call runs inline."""
-
-    name = "cpu"
-
-    def default_kv_memory(self) -> int:
-        """A quarter of the machine, at most 4 GiB; only pages that are used take memory."""
-        return min(4 * 2**30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
-
-    def kv_cache(self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype) -> KVCache:
-        return KVCache(config, num_pages, page_size, dtype)
-
-    def attention(self, model: Transformer, cache: KVCache, table: IntArray, rows: Rows) -> CpuAttention:
-        return CpuAttention(model, cache, table, rows)
 
 
 @dataclass(frozen=True)

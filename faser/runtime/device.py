@@ -1,50 +1,101 @@
-"""What a device must offer the runtime. One implementation today: faser/runtime/cpu.py."""
+"""What a device must offer: sizes that suit it, and an executor over models that are in its memory."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
 
 from faser.config import DEVICES
-from faser.models.config import ModelConfig
+from faser.engine import Executor
+from faser.errors import ConfigError
 from faser.models.transformer import Transformer
-from faser.runtime.batch import Rows
-from faser.runtime.kv_cache import KVCache
-from faser.types import IntArray
+from faser.runtime.sampling import Sampler
+from faser.scheduler import Limits
 
 
-class Attention(Protocol):
-    """Attention over the rows of one forward, ready to be called for each layer. Two may be in use at once."""
+@dataclass(frozen=True)
+class Parts:
+    """What an executor is made of, whatever the device."""
 
-    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """Rotate queries and keys, write keys and values to their pages, attend.
+    target: Transformer
+    draft: Transformer | None
+    uses_ngrams: bool
+    limits: Limits
+    page_size: int
+    max_length: int  # the most tokens a request drafts in one step
+    history: torch.Tensor  # int64 [max_running, max_model_len] in host memory: the tokens of every slot
+    sampler: Sampler  # reads it
+    num_pages: int | None  # of each model, as the user asked, or
+    kv_memory: int | None  # bytes for both; neither: the device's choice
+    acceptance: float | None  # accept drafts with this probability, whatever they say: for measuring
 
-        qkv [rows, num_heads + 2 * num_kv_heads, head_dim] → [rows, num_heads * head_dim]
-        """
-        ...
+    @property
+    def models(self) -> list[Transformer]:
+        return [model for model in (self.target, self.draft) if model is not None]
+
+    @property
+    def most_pages(self) -> int:
+        """More could never be used."""
+        return self.limits.max_running * -(-self.limits.max_model_len // self.page_size)
 
 
 class Device(Protocol):
-    """Memory and attention of one kind of hardware."""
+    """Memory and kernels of one kind of hardware."""
 
     @property
     def name(self) -> str: ...
 
-    def default_kv_memory(self) -> int:
-        """Bytes to give to KV pages where the user did not say."""
+    @property
+    def max_running(self) -> int:
+        """Requests in one batch, where the user did not say."""
         ...
 
-    def kv_cache(self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype) -> KVCache: ...
+    @property
+    def max_batch_tokens(self) -> int:
+        """Rows in one step, likewise."""
+        ...
 
-    def attention(self, model: Transformer, cache: KVCache, table: IntArray, rows: Rows) -> Attention:
-        """`table` [slots, columns] holds the page of each request's each page_size tokens."""
+    def default_kv_memory(self) -> int | None:
+        """Bytes to give to KV pages where the user did not say; None: what the models leave free."""
+        ...
+
+    def make_executor(self, parts: Parts) -> tuple[Executor, int]:
+        """An executor, and how many KV pages each of its models has."""
         ...
 
 
 def make_device(name: str) -> Device:
-    """The device by a name EngineOptions let pass; auto is the CPU, the only one of this version."""
-    from faser.runtime.cpu import CpuDevice
-
+    """The device by a name EngineOptions let pass; auto is a GPU that can be used, else the CPU."""
     assert name in DEVICES, name
-    return CpuDevice()
+    obstacle = _cuda_obstacle()
+    if name == "cpu" or (name == "auto" and obstacle is not None):
+        from faser.runtime.cpu_device import CpuDevice
+
+        return CpuDevice()
+    if obstacle is not None:
+        raise ConfigError(f"device='cuda': {obstacle}; use --device cpu")
+    from faser.runtime.cuda.device import CudaDevice
+
+    return CudaDevice()
+
+
+def why_device(name: str) -> str:
+    """The reason for the choice, for people."""
+    if name != "auto":
+        return "as asked"
+    obstacle = _cuda_obstacle()
+    return f"no GPU: {obstacle}" if obstacle is not None else torch.cuda.get_device_name()
+
+
+def _cuda_obstacle() -> str | None:
+    """Why a GPU cannot be used; None if it can."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return f"{torch.cuda.get_device_name()} is older than compute capability 8.0"
+    if find_spec("triton") is None:
+        return "the package triton is missing (`pip install triton`)"
+    return None

@@ -6,6 +6,8 @@ tokens; a token's entry is its key heads followed by its value heads, so that wr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -15,6 +17,19 @@ from faser.models.config import ModelConfig
 
 def bytes_per_page(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
     return config.num_layers * page_size * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+def fitting_pages(
+    budget: int, models: Sequence[tuple[ModelConfig, torch.dtype]], page_size: int, most: int = 2**40
+) -> int:
+    """Pages of each model that `budget` bytes hold together, at most `most`; refused where it holds not one."""
+    page = sum(bytes_per_page(config, page_size, dtype) for config, dtype in models)
+    if budget < page:
+        raise ConfigError(
+            f"kv_memory of {budget / 2**30:.6f} GiB: one page of {page_size} tokens takes "
+            f"{page / 2**30:.6f} GiB; give more"
+        )
+    return min(budget // page, most)
 
 
 class KVCache:

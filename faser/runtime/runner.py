@@ -9,7 +9,7 @@ import torch
 
 from faser.models.transformer import Transformer
 from faser.runtime.batch import Rows
-from faser.runtime.device import Device
+from faser.runtime.cpu import CpuAttention
 from faser.runtime.kv_cache import KVCache
 from faser.types import IntArray, PageWrites
 
@@ -17,11 +17,10 @@ from faser.types import IntArray, PageWrites
 class ModelRunner:
     """Keeps the time its forwards took until it is asked for it."""
 
-    def __init__(self, model: Transformer, cache: KVCache, device: Device, max_slots: int, max_tokens: int) -> None:
+    def __init__(self, model: Transformer, cache: KVCache, max_slots: int, max_tokens: int) -> None:
         self.model = model
         self._seconds = 0.0
         self._cache = cache
-        self._device = device
         self._table: IntArray = np.zeros((max_slots, -(-max_tokens // cache.page_size)), dtype=np.int64)
 
     def apply(self, writes: PageWrites) -> None:
@@ -35,7 +34,7 @@ class ModelRunner:
     def forward(self, rows: Rows, token_ids: torch.Tensor, wanted: IntArray) -> torch.Tensor:
         """Compute all rows; logits [len(wanted), vocabulary] of the wanted ones, by row index."""
         started = perf_counter()
-        attend = self._device.attention(self.model, self._cache, self._table, rows)
+        attend = CpuAttention(self.model, self._cache, self._table, rows)
         hidden = self.model.run_layers(self.model.embed(token_ids), attend)
         if wanted.size < rows.num_rows:
             hidden = hidden[torch.from_numpy(wanted)]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from secrets import token_hex
 from time import time
+from typing import NamedTuple
 
 import msgspec
 
@@ -33,11 +33,12 @@ from faser.server.protocol import (
     TopLogprob,
     Usage,
 )
-from faser.text import StopChecker, TextStream, Tokenizer
+from faser.text import StopChecker, TextStream, Tokenizer, make_text_stream
 from faser.types import Finish, FinishReason, SamplingParams, TokenLogprobs
 
 _encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
+_MARK = f"text-{token_hex(16)}"  # stands for the text of an event; nothing else holds it
 
 
 def _event(value: msgspec.Struct) -> bytes:
@@ -54,7 +55,7 @@ class ChoiceText:
         if tokenizer is not None and params.stop:
             self._checker = StopChecker(tokenizer, params.stop, params.min_tokens)
         elif tokenizer is not None:
-            self._stream = TextStream(tokenizer)
+            self._stream = make_text_stream(tokenizer)
 
     def push(self, token_ids: Sequence[int], finish: Finish | None) -> str:
         """Take tokens; return the text that became certain."""
@@ -76,8 +77,7 @@ class ChoiceText:
         return text[start:end]
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """What a choice gained."""
 
     text: str
@@ -96,7 +96,8 @@ class Choice:
 
     def feed(self, outputs: Iterable[Output]) -> Piece:
         """Take what arrived together. A failed choice fails the whole answer."""
-        text, logprobs = "", []
+        text = ""
+        logprobs: list[TokenLogprobs] = []
         for output in outputs:
             self.num_tokens += len(output.token_ids)
             self.finish = output.finish
@@ -117,6 +118,7 @@ class Answerer(ABC):
         self._id, self._created, self._model = f"{prefix}-{token_hex(12)}", int(time()), model
         self._tokenizer = tokenizer
         self._wants_logprobs = wants_logprobs
+        self._around: dict[int, tuple[bytes, bytes]] = {}
 
     @abstractmethod
     def opening(self, choice: int) -> bytes:
@@ -129,8 +131,20 @@ class Answerer(ABC):
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes: ...
 
     def event(self, choice: int, piece: Piece) -> bytes:
-        """One event of a stream, or none where there is nothing to say yet."""
-        return self._event(choice, piece) if piece.text or piece.finish_reason or piece.logprobs else b""
+        """One event of a stream, or none where there is nothing to say yet.
+
+        Most events differ in their text alone, so the bytes around it are made once for each choice.
+        """
+        text, logprobs, finish_reason = piece
+        if finish_reason or logprobs or self._wants_logprobs:
+            return self._event(choice, piece)
+        if not text:
+            return b""
+        if choice not in self._around:
+            before, _, after = self._event(choice, Piece(_MARK, [], None)).partition(_encode(_MARK))
+            self._around[choice] = before, after
+        before, after = self._around[choice]
+        return before + _encode(text) + after
 
     @abstractmethod
     def _event(self, choice: int, piece: Piece) -> bytes: ...

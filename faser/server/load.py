@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
 from faser.config import NGRAM, EngineOptions
 from faser.engine import Engine
+from faser.errors import InvalidRequest
 from faser.grammar import ANY_OBJECT, shared_compiler
 from faser.models.source import DEFAULT_DRAFT, DEFAULT_HUB_NAME, open_target
 from faser.models.transformer import Transformer
 from faser.runtime.build import LoadedPair, build_engine, load_pair
+from faser.runtime.device import why_device
 from faser.runtime.kv_cache import bytes_per_page
 from faser.server.messages import About, Start
 from faser.server.worker import Served
@@ -33,9 +36,9 @@ def load(start: Start) -> Served:
         model=start.served_model_name or _model_name(start.model),
         draft=_draft_name(start),
         policy=scheduler.policy.name,
-        device="cpu",
+        device=pair.target.device.type,
         dtype=str(pair.target.dtype).removeprefix("torch."),
-        reasons=_reasons(start, options),
+        reasons=_reasons(start, options, pair.target.device.type),
         vocab_size=pair.target.config.vocab_size,
         end_ids=list(pair.target.config.eos_token_ids),
         max_model_len=scheduler.limits.max_model_len,
@@ -59,7 +62,8 @@ def _warm_up(engine: Engine, pair: LoadedPair) -> None:
     config = pair.target.config
     if pair.tokenizer is not None and config.eos_token_ids:
         compiler = shared_compiler(pair.tokenizer, config.vocab_size, config.eos_token_ids)
-        compiler.check(Grammar("json_schema", ANY_OBJECT))
+        with suppress(InvalidRequest):  # said again to whoever asks for one
+            compiler.check(Grammar("json_schema", ANY_OBJECT))
 
 
 def _model_name(model: str | None) -> str:
@@ -80,7 +84,7 @@ def _kv_bytes(pair: LoadedPair, num_pages: int, page_size: int) -> int:
     return num_pages * sum(bytes_per_page(model.config, page_size, model.dtype) for model in models)
 
 
-def _reasons(start: Start, options: EngineOptions) -> dict[str, str]:
+def _reasons(start: Start, options: EngineOptions, device: str) -> dict[str, str]:
     """Why each thing was chosen, for the lines printed at start-up."""
     if options.policy is not None:
         policy = "as asked"
@@ -90,9 +94,21 @@ def _reasons(start: Start, options: EngineOptions) -> dict[str, str]:
         policy = "no draft was named"
     sized = options.kv_memory is not None or options.num_pages is not None
     return {
-        "device": "as asked" if options.device != "auto" else "the only device of this version",
-        "dtype": "as asked" if options.dtype != "auto" else "computes fastest on a CPU",
+        "device": why_device(options.device),
+        "dtype": _why_dtype(options, device),
         "policy": policy,
-        "kv": "as asked" if sized else "at most a quarter of the memory and 4 GiB, and no more than could be used",
+        "kv": "as asked" if sized else _WHY_KV[device],
         "draft": "as asked" if start.draft is not None else "ships with FASER" if start.model is None else "none named",
     }
+
+
+_WHY_KV = {
+    "cpu": "at most a quarter of the memory and 4 GiB, and no more than could be used",
+    "cuda": "what the models leave free, and no more than could be used",
+}
+
+
+def _why_dtype(options: EngineOptions, device: str) -> str:
+    if options.dtype != "auto":
+        return "as asked"
+    return "computes fastest on a CPU" if device == "cpu" else "the checkpoint's own"

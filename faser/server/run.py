@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import shlex
@@ -106,6 +107,10 @@ class _Server:
         assert about is not None
         host, port = self._listener.getsockname()[:2]
         print(announcement(about, self._options, host, port), flush=True)
+        # What is here now stays for good: collections need not look at it again, and short-lived objects pile up fast.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(50_000, 20, 50)
 
     async def _tick(self) -> None:
         while True:

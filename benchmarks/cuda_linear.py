@@ -1,0 +1,204 @@
+"""Do the matrix products of a decoder run at memory speed at few rows, and by how much do they beat cuBLAS?
+
+At few rows a product costs its weights' bytes over the memory bandwidth, and a stack of layers the sum of that: the
+floor, at 4.3 TB/s, what an H200 copies at. What comes on top is the start of each kernel, its tail, and the wait of
+each for the one before.
+
+  product  one product of every layer in one CUDA graph, each with weights of its own, so that none is in the L2 cache;
+           norm, activation and residual included. `ours` is the plan that `linear.choose` takes, `cublas` is cuBLAS
+           behind our kernels for norm and activation.
+  stack    all products of all layers and the head as one graph, without attention. `plain` is torch: F.rms_norm, mm,
+           silu, addmm.
+
+    python benchmarks/cuda_linear.py [--models 1B 8B] [--rows 1 2 4 8 16 32 64 128] [--vocabulary 128256]
+
+Target: the 1B stack at one row within 1.15 of its floor. The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from faser.runtime.cuda import linear
+from faser.runtime.cuda.linear import CUBLAS, Plan, Workspace
+
+BYTES_PER_SECOND = 4.3e12
+EPS = 1e-5
+PRODUCTS = ("qkv", "out", "gate_up", "down", "head")
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate: int
+
+    def weight(self, product: str, vocabulary: int) -> tuple[int, int]:
+        """N, K."""
+        return {
+            "qkv": ((self.num_heads + 2 * self.num_kv_heads) * self.head_dim, self.hidden),
+            "out": (self.hidden, self.num_heads * self.head_dim),
+            "gate_up": (2 * self.intermediate, self.hidden),
+            "down": (self.hidden, self.intermediate),
+            "head": (vocabulary, self.hidden),
+        }[product]
+
+
+SHAPES = {"1B": Shape(2048, 16, 32, 8, 64, 8192), "8B": Shape(4096, 32, 32, 8, 128, 14336)}
+
+
+class Stack:
+    """Random weights of every layer, buffers for some rows, and the three ways to run them."""
+
+    def __init__(
+        self, shape: Shape, vocabulary: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        self.num_layers = shape.num_layers
+        self.weights: dict[str, list[Tensor]] = {}
+        for product in PRODUCTS:
+            n, k = shape.weight(product, vocabulary)
+            copies = 1 if product == "head" else shape.num_layers
+            self.weights[product] = [
+                torch.empty(n, k, device=device, dtype=dtype).normal_(0, 0.02) for _ in range(copies)
+            ]
+        self.norm = torch.ones(shape.hidden, device=device, dtype=dtype)
+        self.workspace = Workspace.allocate(device)
+
+    def allocate(self, num_rows: int) -> None:
+        def rows(like: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+            return torch.randn(num_rows, like.shape[dim], device=like.device).to(dtype or like.dtype)
+
+        first = {product: weights[0] for product, weights in self.weights.items()}
+        self.hidden, self.normed = rows(first["qkv"], 1), rows(first["qkv"], 1)
+        self.qkv, self.attended = rows(first["qkv"], 0), rows(first["out"], 1)
+        self.gate_up, self.activated = rows(first["gate_up"], 0), rows(first["down"], 1)
+        self.logits = rows(first["head"], 0, torch.float32)
+
+    def num_bytes(self, product: str) -> int:
+        return sum(weight.numel() * weight.element_size() for weight in self.weights[product])
+
+    def run_product(self, product: str, layer: int, plan: Plan | None = None) -> None:
+        weight = self.weights[product][layer]
+        if product == "qkv":
+            linear.norm_linear(
+                self.hidden, self.norm, EPS, weight, None, self.qkv, self.normed, self.workspace, plan
+            )  # fmt: skip
+        elif product == "gate_up":
+            linear.norm_gate_up(self.hidden, self.norm, EPS, weight, self.activated, self.normed, self.gate_up, plan)
+        elif product == "head":
+            linear.norm_head(self.hidden, self.norm, EPS, weight, self.logits, self.normed, plan)
+        else:
+            x = self.attended if product == "out" else self.activated
+            linear.linear_residual(x, weight, self.hidden, None, self.workspace, plan)
+
+    def run(self, plan: Plan | None = None) -> None:
+        for layer in range(self.num_layers):
+            for product in PRODUCTS[:-1]:
+                self.run_product(product, layer, plan)
+        self.run_product("head", 0, plan)
+
+    def run_plain(self) -> None:
+        hidden = self.hidden
+        for qkv, out, gate_up, down in zip(*(self.weights[product] for product in PRODUCTS[:-1]), strict=True):
+            torch.mm(F.rms_norm(hidden, hidden.shape[-1:], self.norm, EPS), qkv.t(), out=self.qkv)
+            hidden = torch.addmm(hidden, self.attended, out.t())
+            both = torch.mm(F.rms_norm(hidden, hidden.shape[-1:], self.norm, EPS), gate_up.t())
+            gate, up = both.chunk(2, dim=-1)
+            hidden = torch.addmm(hidden, F.silu(gate).mul_(up), down.t())
+        normed = F.rms_norm(hidden, hidden.shape[-1:], self.norm, EPS)
+        torch.mm(normed, self.weights["head"][0].t()).float()
+
+
+def milliseconds(run: Callable[[], None], replays: int = 9) -> float:
+    """Median over replays of a graph of what `run` enqueues."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    graph.replay()
+    for mark in marks[:-1]:
+        mark.record()
+        graph.replay()
+    marks[-1].record()
+    torch.cuda.synchronize()
+    return statistics.median(first.elapsed_time(second) for first, second in itertools.pairwise(marks))
+
+
+def measure_product(stack: Stack, product: str, plan: Plan | None) -> float:
+    """Microseconds of one product; the head, of which there is one, twice in a row."""
+    layers = [0, 0] if product == "head" else range(stack.num_layers)
+
+    def run() -> None:
+        for layer in layers:
+            stack.run_product(product, layer, plan)
+
+    return milliseconds(run) * 1e3 / len(layers)
+
+
+def measure(name: str, rows: list[int], vocabulary: int) -> list[dict[str, Any]]:
+    stack = Stack(SHAPES[name], vocabulary)
+    floor = sum(stack.num_bytes(product) for product in PRODUCTS) / BYTES_PER_SECOND * 1e3
+    records = []
+    for num_rows in rows:
+        stack.allocate(num_rows)
+        record: dict[str, Any] = {"model": name, "rows": num_rows, "floor_ms": round(floor, 3)}
+        for product in PRODUCTS:
+            bytes_each = stack.num_bytes(product) / len(stack.weights[product])
+            record[product] = {
+                "floor_us": round(bytes_each / BYTES_PER_SECOND * 1e6, 1),
+                "ours_us": round(measure_product(stack, product, None), 1),
+                "cublas_us": round(measure_product(stack, product, CUBLAS), 1),
+            }
+        record["ours_ms"] = round(milliseconds(stack.run), 3)
+        record["cublas_ms"] = round(milliseconds(lambda: stack.run(CUBLAS)), 3)
+        record["plain_ms"] = round(milliseconds(stack.run_plain), 3)
+        record["ratio_to_floor"] = round(record["ours_ms"] / floor, 3)
+        records.append(record)
+    return records
+
+
+def show(records: list[dict[str, Any]]) -> None:
+    print("product, microseconds: ours / cublas (floor)")
+    print(f"{'':8}" + "".join(f"{product:>24}" for product in PRODUCTS))
+    for record in records:
+        cells = [record[product] for product in PRODUCTS]
+        texts = [f"{cell['ours_us']} / {cell['cublas_us']} ({cell['floor_us']})" for cell in cells]
+        print(f"{record['model']} {record['rows']:>4} " + "".join(f"{text:>24}" for text in texts))
+    print("stack, milliseconds")
+    for record in records:
+        print(
+            f"{record['model']} {record['rows']:>4} rows: ours {record['ours_ms']:.3f}, cublas "
+            f"{record['cublas_ms']:.3f}, plain {record['plain_ms']:.3f}, floor {record['floor_ms']:.3f}, "
+            f"ours / floor {record['ratio_to_floor']:.3f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=sorted(SHAPES), default=sorted(SHAPES))
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128])
+    parser.add_argument("--vocabulary", type=int, default=128256)
+    arguments = parser.parse_args()
+    records = [each for name in arguments.models for each in measure(name, arguments.rows, arguments.vocabulary)]
+    show(records)
+    print(json.dumps({"benchmark": "cuda_linear", "device": torch.cuda.get_device_name(), "records": records}))
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()

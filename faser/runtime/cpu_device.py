@@ -1,0 +1,47 @@
+"""The CPU device: its sizes, and the executor that runs inline on it."""
+
+from __future__ import annotations
+
+import os
+
+from faser.errors import ConfigError
+from faser.models.transformer import Transformer
+from faser.runtime.device import Parts
+from faser.runtime.drafter import Drafter, ModelDrafter, NgramDrafter
+from faser.runtime.executor import TorchExecutor
+from faser.runtime.kv_cache import KVCache, fitting_pages
+from faser.runtime.runner import ModelRunner
+from faser.runtime.verifier import Verifier
+
+
+class CpuDevice:
+    """Lanes and graphs do not exist here: every call runs inline."""
+
+    name = "cpu"
+    max_running = 64
+    max_batch_tokens = 1024
+
+    def default_kv_memory(self) -> int:
+        """A quarter of the machine, at most 4 GiB; only pages that are used take memory."""
+        return min(4 * 2**30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
+
+    def make_executor(self, parts: Parts) -> tuple[TorchExecutor, int]:
+        if parts.acceptance is not None:
+            raise ConfigError("synthetic acceptance is for measuring a GPU; the CPU device has none")
+        budget = parts.kv_memory or self.default_kv_memory()
+        num_pages = parts.num_pages or fitting_pages(
+            budget, [(model.config, model.dtype) for model in parts.models], parts.page_size, parts.most_pages
+        )
+
+        def runner(model: Transformer) -> ModelRunner:
+            cache = KVCache(model.config, num_pages, parts.page_size, model.dtype)
+            return ModelRunner(model, cache, parts.limits.max_running, parts.limits.max_model_len)
+
+        drafter: Drafter | None = None
+        if parts.draft is not None:
+            vocab_size = parts.target.config.vocab_size
+            drafter = ModelDrafter(runner(parts.draft), parts.sampler, parts.history, vocab_size)
+        elif parts.uses_ngrams:
+            drafter = NgramDrafter(parts.history)
+        verifier = Verifier(runner(parts.target), parts.sampler, parts.history)
+        return TorchExecutor(verifier, drafter, parts.sampler, parts.history), num_pages

@@ -1,0 +1,365 @@
+"""One model on the device: static buffers, its KV pages, and a forward from requests to sampled tokens.
+
+Knows the order of the kernels of a forward and which buffers they share. Knows nothing of plans or of who drafts. What
+changes from step to step is the content of the buffers, never their addresses or shapes, so that a forward of a given
+`Shape` can be captured once as a CUDA graph and replayed. Rows beyond those of the step are padding: they are computed,
+and neither write KV nor choose tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from faser.models.transformer import Layer, Transformer
+from faser.runtime.cuda import attention, linear
+from faser.runtime.cuda.attention import AttentionConfig, Tiles, Workspace
+from faser.runtime.cuda.rows import DeviceRows, Requests, expand, next_draft_rows
+from faser.runtime.cuda.sampling import Choices, Slots, sample
+from faser.types import IntArray, PageWrites
+
+HEAD_ROWS = 512  # rows of logits at a time: at most 300 MB of them for a vocabulary of 150k
+
+# Buckets of graphs. Rows between two buckets run as the larger one.
+ROW_BUCKETS = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    8,
+    10,
+    12,
+    16,
+    20,
+    24,
+    32,
+    40,
+    48,
+    64,
+    80,
+    96,
+    112,
+    128,
+    160,
+    192,
+    224,
+    256,
+    320,
+    384,
+    448,
+    512,
+)
+ROWS_PER_REQUEST = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a forward's kernels are sized for."""
+
+    num_requests: int
+    num_rows: int
+    rows_per_request: int  # the most of any request
+    num_wanted: int  # rows whose next token is sampled
+    drafts_on: bool = False  # a row for each request that is still drafting, instead of the rows of the plan
+
+    @property
+    def wants_all(self) -> bool:
+        return self.num_wanted == self.num_rows
+
+
+def bucket_of(num_requests: int, num_rows: int, rows_per_request: int, num_wanted: int) -> Shape | None:
+    """The shape of the graph that serves a forward; None if none does. Graphs sample from all rows or one a request."""
+    rows = _least(ROW_BUCKETS, num_rows)
+    each = _least(ROWS_PER_REQUEST, rows_per_request)
+    if rows is None or each is None:
+        return None
+    if num_wanted == num_rows:
+        return Shape(rows, rows, each, rows)
+    requests = _least(ROW_BUCKETS, num_requests)
+    if requests is None or num_wanted > num_requests:
+        return None
+    return Shape(requests, rows, each, requests)
+
+
+def _least(sizes: Sequence[int], wanted: int) -> int | None:
+    return next((size for size in sizes if size >= wanted), None)
+
+
+class CudaModel:
+    """A model, its pages and its buffers.
+
+    `max_rows` bounds the rows of one forward, `max_wanted` those it samples from. `writes`: the sampled tokens go into
+    the history at once, as a draft's do.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        slots: Slots,
+        *,
+        max_requests: int,
+        max_rows: int,
+        max_wanted: int,
+        max_context: int,
+        page_size: int,
+        writes: bool = False,
+    ) -> None:
+        config, device, dtype = model.config, model.device, model.dtype
+        self.model = model
+        self.page_size = page_size
+        self._writes = writes
+        self.requests = Requests.allocate(max_requests, device)
+        self.rows = DeviceRows.allocate(max_requests, max_rows, max_wanted, device)
+        self.choices = Choices.allocate(max_wanted, model.head.shape[0], device)
+        drafting = torch.zeros(max_requests + 1, dtype=torch.int32, device=device)
+        self._lengths, self._draft_step = drafting[:-1], drafting[-1:]
+        columns = -(-max_context // page_size)
+        self.table = torch.zeros(slots.history.shape[0], columns, dtype=torch.int32, device=device)
+        self._slots = slots
+        self._max_context = max_context
+        self._staging = _Staging(self.requests.memory, 5)
+        self._staged_lengths = _Staging(drafting, 1)
+        self._vocabulary = model.vocabulary.int() if model.vocabulary is not None else None
+        heads = config.num_heads + 2 * config.num_kv_heads
+
+        def buffer(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._hidden = buffer(max_rows, config.hidden_size)
+        self._normed = buffer(max_rows, config.hidden_size)
+        self._qkv = buffer(max_rows, heads, config.head_dim)
+        self._attended = buffer(max_rows, config.num_heads * config.head_dim)
+        self._gate_up = buffer(max_rows, 2 * config.intermediate_size)
+        self._activated = buffer(max_rows, config.intermediate_size)
+        self._wanted = buffer(max_wanted, config.hidden_size)
+        self._logits = torch.zeros(min(max_wanted, HEAD_ROWS), model.head.shape[0], dtype=torch.float32, device=device)
+        self._arange = torch.arange(max_requests, dtype=torch.int32, device=device)
+        self._zeros, self._ones = torch.zeros_like(self._arange), torch.ones_like(self._arange)
+        self._totals = torch.zeros_like(self._arange)
+        self._rest = torch.zeros(1, dtype=torch.int32, device=device)
+        self._linear = linear.Workspace.allocate(device)
+        self._workspaces: dict[tuple[AttentionConfig, int, int], Workspace] = {}
+        self._graphs: dict[Shape, Callable[[], None]] = {}
+        self.pages = torch.zeros(0, dtype=dtype, device=device)
+
+    @property
+    def page_bytes(self) -> int:
+        config = self.model.config
+        entry = 2 * config.num_kv_heads * config.head_dim * self.model.dtype.itemsize
+        return config.num_layers * self.page_size * entry
+
+    def allocate_pages(self, num_pages: int) -> None:
+        config = self.model.config
+        shape = (config.num_layers, num_pages, self.page_size, 2 * config.num_kv_heads, config.head_dim)
+        self.pages = torch.zeros(shape, dtype=self.model.dtype, device=self.model.device)
+
+    # ── what changes from step to step ───────────────────────────────────────────────────────────────────────────────
+
+    def apply(self, writes: PageWrites) -> None:
+        if writes.slots.size:
+            where = torch.from_numpy(np.stack([writes.slots, writes.columns, writes.pages])).to(self.table.device)
+            self.table.index_put_((where[0], where[1]), where[2].int())
+
+    def set_requests(
+        self, slots: IntArray, start: IntArray, num_rows: IntArray, num_drafted: IntArray, samples: IntArray
+    ) -> None:
+        """The requests of the next forward."""
+        self._staging.write((slots, start, num_rows, num_drafted, samples), slots.size)
+
+    def set_lengths(self, lengths: IntArray) -> None:
+        """How much each of these requests drafts, the longest first; the first forward brings the first token."""
+        self._staged_lengths.write((lengths,), 1)
+
+    def has_graph_of(self, shape: Shape) -> bool:
+        """Whether one tile holds all rows of a request, as the graphs' static tiles need."""
+        return self._attention_config(shape).rows_per_tile >= shape.rows_per_request
+
+    # ── a forward ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def launch(self, shape: Shape) -> None:
+        """Replay the graph of a shape; capture it first if need be."""
+        if shape not in self._graphs:
+            self._graphs[shape] = _capture(lambda: self.forward(shape), self.model.device)
+        self._graphs[shape]()
+
+    def forward(self, shape: Shape, num_rows: IntArray | None = None, start: IntArray | None = None) -> None:
+        """Enqueue everything from the requests to the tokens in `choices`.
+
+        For more rows a request than a tile has, `num_rows` and `start` of the plan say how to cut them.
+        """
+        requests, rows = self.requests_of(shape), self._rows_of(shape)
+        vocab_size = self.model.config.vocab_size
+        if shape.drafts_on:
+            lengths = self._lengths[: shape.num_requests]
+            next_draft_rows(requests, lengths, self._draft_step, self._slots.history, rows, vocab_size=vocab_size)
+        else:
+            expand(requests, self._slots.history, rows, vocab_size=vocab_size)
+        config = self._attention_config(shape)
+        if num_rows is None or start is None:
+            tiles = self._tiles(shape, requests, rows)
+        else:
+            tiles = self._cut_tiles(requests, rows, config, num_rows, start)
+        workspace = self._workspace(shape, config, tiles.request.shape[0], keep=num_rows is None)
+        hidden = self._run_layers(shape.num_rows, rows, tiles, config, workspace)
+        if shape.num_wanted:
+            self._choose(shape, rows, hidden)
+
+    def logits_of(self, shape: Shape, indices: Tensor) -> Tensor:
+        """Logits [len(indices), V] of some of the wanted rows of the latest forward, computed once more."""
+        hidden = (self._hidden if shape.wants_all else self._wanted)[indices]
+        logits = self._logits.new_empty(len(indices), self._logits.shape[1])
+        model = self.model
+        linear.norm_head(hidden, model.final_norm, model.config.norm_eps, model.head, logits, torch.empty_like(hidden))
+        return logits
+
+    def requests_of(self, shape: Shape) -> Requests:
+        whole, size = self.requests, shape.num_requests
+        return replace(
+            whole,
+            slots=whole.slots[:size],
+            start=whole.start[:size],
+            num_rows=whole.num_rows[:size],
+            num_drafted=whole.num_drafted[:size],
+            samples=whole.samples[:size],
+        )
+
+    def _rows_of(self, shape: Shape) -> DeviceRows:
+        whole = self.rows
+        return DeviceRows(
+            whole.cu_rows[: shape.num_requests + 1],
+            whole.cu_wanted[: shape.num_requests + 1],
+            *(each[: shape.num_rows] for each in (whole.slots, whole.positions, whole.token_ids)),
+            *(each[: shape.num_wanted] for each in (whole.wanted, whole.wanted_slots, whole.wanted_positions)),
+        )
+
+    def _attention_config(self, shape: Shape) -> AttentionConfig:
+        config = self.model.config
+        requests = max(1, shape.num_rows // shape.rows_per_request)
+        return attention.choose(
+            requests, shape.rows_per_request, self._max_context, config.num_heads, config.num_kv_heads,
+            config.head_dim, self.model.dtype,
+        )  # fmt: skip
+
+    def _tiles(self, shape: Shape, requests: Requests, rows: DeviceRows) -> Tiles:
+        """One tile a request: it holds all of its rows."""
+        size = shape.num_requests
+        tile = self._arange[:size], self._zeros[:size]
+        if shape.drafts_on:
+            return Tiles(self._arange[:size], self._ones[:size], rows.positions, rows.slots, *tile, rows.num_rows)
+        totals = torch.add(requests.num_rows, requests.num_drafted, out=self._totals[:size])
+        return Tiles(rows.cu_rows[:-1], totals, requests.start, requests.slots, *tile, requests.num_requests)
+
+    def _cut_tiles(
+        self, requests: Requests, rows: DeviceRows, config: AttentionConfig, num_rows: IntArray, start: IntArray
+    ) -> Tiles:
+        """As many tiles a request as its rows need."""
+        device = self.model.device
+        cut = attention.build_tiles(num_rows, config.rows_per_tile, start)
+        tile_request, tile_offset = (torch.from_numpy(each).to(device, non_blocking=True) for each in cut)
+        count = torch.full((1,), cut[0].size, dtype=torch.int32, device=device)
+        totals = requests.num_rows + requests.num_drafted
+        return Tiles(rows.cu_rows[:-1], totals, requests.start, requests.slots, tile_request, tile_offset, count)
+
+    def _workspace(self, shape: Shape, config: AttentionConfig, num_tiles: int, keep: bool) -> Workspace:
+        """Graphs of one configuration and size share theirs: they run one after the other."""
+        key = (config, shape.num_rows, num_tiles)
+        if key in self._workspaces:
+            return self._workspaces[key]
+        model = self.model.config
+        made = Workspace.of(
+            config, shape.num_rows, num_tiles, model.num_heads, model.num_kv_heads, model.head_dim, self.model.device
+        )
+        if keep:
+            self._workspaces[key] = made
+        return made
+
+    def _run_layers(
+        self, num_rows: int, rows: DeviceRows, tiles: Tiles, config: AttentionConfig, workspace: Workspace
+    ) -> Tensor:
+        hidden = self._hidden[:num_rows]
+        torch.index_select(self.model.embedding, 0, rows.token_ids, out=hidden)
+        for index, layer in enumerate(self.model.layers):
+            qkv = self._project(layer, hidden)
+            attention.rotate_and_write(
+                qkv, rows.positions, rows.slots, rows.num_rows, self.table, self.model.cos, self.model.sin,
+                self.pages[index], layer.qk_norm, self.model.config.norm_eps,
+            )  # fmt: skip
+            attended = self._attended[:num_rows]
+            attention.attend(qkv, self.pages[index], self.table, tiles, attended, workspace, config)
+            self._finish(layer, hidden, attended)
+        return hidden
+
+    def _project(self, layer: Layer, hidden: Tensor) -> Tensor:
+        qkv, normed = self._qkv[: hidden.shape[0]], self._normed[: hidden.shape[0]]
+        eps = self.model.config.norm_eps
+        linear.norm_linear(
+            hidden, layer.attention_norm, eps, layer.qkv, layer.qkv_bias, qkv.flatten(1), normed, self._linear
+        )
+        return qkv
+
+    def _finish(self, layer: Layer, hidden: Tensor, attended: Tensor) -> None:
+        """The rest of a layer: what attention found, and the gated MLP, added to `hidden` in place."""
+        size, eps = hidden.shape[0], self.model.config.norm_eps
+        linear.linear_residual(attended, layer.out, hidden, layer.out_bias, self._linear)
+        activated = self._activated[:size]
+        linear.norm_gate_up(
+            hidden, layer.mlp_norm, eps, layer.gate_up, activated, self._normed[:size], self._gate_up[:size]
+        )
+        linear.linear_residual(activated, layer.down, hidden, None, self._linear)
+
+    def _choose(self, shape: Shape, rows: DeviceRows, hidden: Tensor) -> None:
+        """The head and the sampling, some rows at a time."""
+        if not shape.wants_all:
+            hidden = torch.index_select(hidden, 0, rows.wanted, out=self._wanted[: shape.num_wanted])
+        for first in range(0, shape.num_wanted, HEAD_ROWS):
+            some = slice(first, min(first + HEAD_ROWS, shape.num_wanted))
+            logits = self._logits[: some.stop - first]
+            linear.norm_head(hidden[some], self.model.final_norm, self.model.config.norm_eps, self.model.head, logits,
+                             self._normed[some])  # fmt: skip
+            num_rows = rows.num_wanted if first == 0 else torch.sub(rows.num_wanted, first, out=self._rest)
+            sample(
+                logits, rows.wanted_slots[some], rows.wanted_positions[some], num_rows, self._slots,
+                _some_choices(self.choices, some), vocabulary=self._vocabulary, write=self._writes,
+            )  # fmt: skip
+
+
+def _some_choices(choices: Choices, some: slice) -> Choices:
+    return Choices(*(getattr(choices, each.name)[some] for each in fields(choices)))
+
+
+class _Staging:
+    """Page-locked memory that a device buffer is filled from: `num_columns` arrays of one size, then one number.
+
+    The copy is not waited for, so the same buffer may be written again only after the step it was for.
+    """
+
+    def __init__(self, target: Tensor, num_columns: int) -> None:
+        self._target = target
+        memory = torch.zeros(target.shape, dtype=target.dtype)
+        self._memory = memory.pin_memory() if target.is_cuda else memory
+        self._array = self._memory.numpy()
+        self._columns = self._array[:-1].reshape(num_columns, -1)
+
+    def write(self, columns: Sequence[IntArray], number: int) -> None:
+        for row, column in zip(self._columns, columns, strict=True):
+            row[: column.size] = column
+        self._array[-1] = number
+        self._target.copy_(self._memory, non_blocking=True)
+
+
+def _capture(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """A graph of what `run` enqueues. Off a GPU, `run` itself."""
+    if device.type != "cuda":
+        return run
+    run()  # compiles what is not compiled yet, outside the capture
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay

@@ -1,0 +1,322 @@
+"""Ragged paged attention against a plain twin that gathers each row's keys and takes a softmax."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="pip install triton")
+
+from faser.models.config import Rope
+from faser.models.layers import rms_norm_heads_, rope_tables, rotate
+from faser.runtime.cuda import attention
+from faser.runtime.cuda.attention import AttentionConfig, Tiles, Workspace, build_tiles, tile_capacity
+
+PAGE_SIZE, NUM_SLOTS, COLUMNS = 4, 6, 24
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+DECODES = [(3, 1), (0, 1), (37, 1), (15, 1)]
+MIXED = [(17, 1), (30, 5), (0, 23), (9, 2), (40, 9)]  # (start, rows): decode, verification and prefill
+PADDED = 7  # rows, requests and tiles past the real ones
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_heads: int = 4
+    num_kv_heads: int = 1
+    head_dim: int = 16
+
+
+@dataclass
+class Step:
+    """One layer's inputs: garbage wherever nothing was written yet, and in the padding."""
+
+    shape: Shape
+    requests: list[tuple[int, int]]
+    slots: np.ndarray  # [B]
+    table: torch.Tensor  # [NUM_SLOTS, COLUMNS]
+    pages: torch.Tensor  # [num_pages, PAGE_SIZE, 2 * num_kv_heads, head_dim]
+    qkv: torch.Tensor  # [R + PADDED, num_heads + 2 * num_kv_heads, head_dim]
+
+    @property
+    def start(self):
+        return np.array([start for start, _ in self.requests])
+
+    @property
+    def counts(self):
+        return np.array([count for _, count in self.requests])
+
+    @property
+    def num_rows(self):
+        return int(self.counts.sum())
+
+    def rows(self):
+        """(row, request, position) of every row."""
+        pairs = [(i, start + k) for i, (start, count) in enumerate(self.requests) for k in range(count)]
+        return [(row, request, position) for row, (request, position) in enumerate(pairs)]
+
+    def entry(self, request, position):
+        """The page and the place in it of a request's token."""
+        return int(self.table[self.slots[request], position // PAGE_SIZE]), position % PAGE_SIZE
+
+
+def make_step(shape, requests, place, seed=0):
+    device, dtype = place
+    random = np.random.default_rng(seed)
+    generator = torch.Generator().manual_seed(seed)
+    num_rows = sum(count for _, count in requests)
+    table = torch.from_numpy(random.permutation(NUM_SLOTS * COLUMNS).astype(np.int32)).view(NUM_SLOTS, COLUMNS)
+    pages = torch.full((NUM_SLOTS * COLUMNS, PAGE_SIZE, 2 * shape.num_kv_heads, shape.head_dim), torch.nan)
+    pages.view(-1)[::3] = torch.inf
+    slots = random.permutation(NUM_SLOTS)[: len(requests)]
+    qkv = torch.randn(num_rows, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, generator=generator)
+    qkv = torch.cat([qkv, torch.full((PADDED, *qkv.shape[1:]), torch.nan)])
+    step = Step(shape, requests, slots, table, pages, qkv)
+    for request, (start, _) in enumerate(requests):
+        for position in range(start):
+            page, inside = step.entry(request, position)
+            pages[page, inside] = torch.randn(pages.shape[2:], generator=generator)
+    return replace(step, table=table.to(device), pages=pages.to(device, dtype), qkv=qkv.to(device, dtype))
+
+
+def padded(values, num, garbage, device):
+    """int32 [len(values) + num], the rest garbage that must not be followed."""
+    return torch.tensor([*map(int, values), *[garbage] * num], dtype=torch.int32, device=device)
+
+
+def make_tiles(step, rows_per_tile):
+    device, counts = step.qkv.device, step.counts
+    request, offset = build_tiles(counts, rows_per_tile, step.start)
+    assert request.size <= tile_capacity(counts.size, step.num_rows, rows_per_tile)
+    first_row = counts.cumsum() - counts
+    values = [padded(each, PADDED, 10**6, device) for each in (first_row, counts, step.start, step.slots)]
+    return Tiles(*values, *(padded(each, PADDED, 10**6, device) for each in (request, offset)),
+                 padded([request.size], 0, 0, device))  # fmt: skip
+
+
+def attend(step, config):
+    """The kernel's answer for the real rows; the padding must have stayed as it was."""
+    shape, device = step.shape, step.qkv.device
+    tiles = make_tiles(step, config.rows_per_tile)
+    out = torch.full((len(step.qkv), shape.num_heads * shape.head_dim), 7.0, dtype=step.qkv.dtype, device=device)
+    sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
+    workspace = Workspace.of(config, len(out), len(tiles.request), *sizes, device)
+    workspace.partial.fill_(torch.nan)
+    workspace.log_sums.fill_(torch.nan)
+    for _ in range(2):  # the second finds the workspace as the first left it
+        out[: step.num_rows] = torch.nan
+        attention.attend(step.qkv, step.pages, step.table, tiles, out, workspace, config)
+    assert (out[step.num_rows :] == 7).all()
+    assert not workspace.arrived.any()
+    return out[: step.num_rows]
+
+
+def plain_attend(step):
+    """[R, num_heads * head_dim] in float32, row by row and head by head."""
+    shape = step.shape
+    out = torch.zeros(step.num_rows, shape.num_heads, shape.head_dim)
+    pages, qkv = step.pages.cpu().float(), step.qkv.cpu().float()
+    for row, request, position in step.rows():
+        # [position + 1, 2 * num_kv_heads, head_dim]
+        seen = torch.stack([pages[step.entry(request, key)] for key in range(position + 1)])
+        for head in range(shape.num_heads):
+            kv_head = head // (shape.num_heads // shape.num_kv_heads)
+            scores = seen[:, kv_head] @ qkv[row, head] * shape.head_dim**-0.5
+            out[row, head] = scores.softmax(0) @ seen[:, shape.num_kv_heads + kv_head]
+    return out.flatten(1)
+
+
+def write_rows(step):
+    """The step's own keys and values, as they are in qkv, to their pages."""
+    for row, request, position in step.rows():
+        step.pages[step.entry(request, position)] = step.qkv[row, step.shape.num_heads :]
+
+
+def assert_attends(step, config):
+    write_rows(step)
+    tolerance = TOLERANCE[step.qkv.dtype]
+    torch.testing.assert_close(attend(step, config).float().cpu(), plain_attend(step), atol=tolerance, rtol=tolerance)
+
+
+def config_of(shape, rows_per_tile, num_splits=1, min_split=16):
+    group = shape.num_heads // shape.num_kv_heads
+    block_m = max(16, 1 << (group * rows_per_tile - 1).bit_length())
+    return AttentionConfig(rows_per_tile, block_m, 16, num_splits, num_splits, min_split, 4, 2)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 1), (16, 2), (6, 2)])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_mixed_rows_attend_like_the_plain_twin(place, num_heads, num_kv_heads, num_splits):
+    shape = Shape(num_heads, num_kv_heads)
+    assert_attends(make_step(shape, MIXED, place), config_of(shape, 4, num_splits))
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 5])
+def test_decodes_attend_like_the_plain_twin(place, num_splits):
+    assert_attends(make_step(Shape(), DECODES, place), config_of(Shape(), 1, num_splits))
+
+
+def test_large_tiles_mask_only_their_last_keys(place):
+    """64 rows of a tile and more take the loop without masks too."""
+    requests = [(0, 70), (33, 30), (50, 1)]
+    assert_attends(make_step(Shape(), requests, place), config_of(Shape(), 16))
+    assert_attends(make_step(Shape(), requests, place, seed=1), config_of(Shape(), 32, 3))
+
+
+def test_a_context_shorter_than_a_split_is_not_split(place):
+    step = make_step(Shape(), [(2, 1), (70, 3)], place)
+    assert_attends(step, config_of(Shape(), 4, 4, min_split=32))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_heads_of_common_sizes(place, head_dim):
+    shape = Shape(4, 2, head_dim)
+    assert_attends(make_step(shape, [(9, 3), (20, 1)], place), config_of(shape, 4, 2))
+
+
+def test_requests_may_share_pages(place):
+    step = make_step(Shape(), [(16, 1), (16, 4), (16, 2)], place)
+    step.table[step.slots, :4] = step.table[int(step.slots[0]), :4].clone()
+    assert_attends(step, config_of(Shape(), 4, 2))
+
+
+def test_the_workspace_takes_the_bytes_it_says():
+    for num_splits in (1, 3):
+        config = config_of(Shape(), 4, num_splits)
+        workspace = Workspace.of(config, 10, 7, 4, 2, 16, "cpu")
+        tensors = (workspace.partial, workspace.log_sums, workspace.arrived)
+        taken = sum(each.numel() * each.element_size() for each in tensors)
+        assert taken == attention.workspace_bytes(config, 10, 7, 4, 2, 16)
+
+
+def test_no_real_tile_means_no_write(place):
+    step = make_step(Shape(), DECODES, place)
+    write_rows(step)
+    config = config_of(Shape(), 1, 2)
+    tiles = make_tiles(step, 1)
+    tiles.num_tiles.zero_()
+    out = torch.full((len(step.qkv), 64), 7.0, dtype=step.qkv.dtype, device=step.qkv.device)
+    workspace = Workspace.of(config, len(out), len(tiles.request), 4, 1, 16, out.device)
+    attention.attend(step.qkv, step.pages, step.table, tiles, out, workspace, config)
+    assert (out == 7).all()
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("shape", [Shape(), Shape(9, 3, 64), Shape(2, 2, 128)])
+def test_rotation_and_writing_match_the_models_own(place, shape, normalise):
+    step = make_step(shape, MIXED, place)
+    device, dtype = place
+    real = slice(0, step.num_rows)
+    cos, sin = rope_tables(Rope(theta=10000.0), shape.head_dim, 64, device)
+    weight = (torch.rand(shape.num_heads + shape.num_kv_heads, shape.head_dim) + 0.5).to(device, dtype)
+    positions = torch.tensor([position for _, _, position in step.rows()], dtype=torch.int32, device=device)
+    slots = [int(step.slots[request]) for _, request, _ in step.rows()]
+
+    wanted = replace(step, qkv=step.qkv.clone(), pages=step.pages.clone())
+    turning = wanted.qkv[real, : -shape.num_kv_heads]
+    if normalise:
+        rms_norm_heads_(turning, weight, 1e-5)
+    rotate(turning, cos[positions].unsqueeze(1), sin[positions].unsqueeze(1))
+    write_rows(wanted)
+
+    attention.rotate_and_write(
+        step.qkv, padded(positions, PADDED, 10**6, device), padded(slots, PADDED, 10**6, device),
+        padded([step.num_rows], 0, 0, device), step.table, cos, sin, step.pages, weight if normalise else None, 1e-5,
+    )  # fmt: skip
+    close = {"atol": 1e-5, "rtol": 1e-5} if dtype is torch.float32 else {"atol": 1e-2, "rtol": 8e-3}
+    queries = slice(0, shape.num_heads)
+    torch.testing.assert_close(step.qkv[real, queries], wanted.qkv[real, queries], **close)
+    assert step.qkv[step.num_rows :].isnan().all()
+    torch.testing.assert_close(step.pages, wanted.pages, equal_nan=True, **close)
+
+
+def test_a_context_longer_than_usual_takes_more_splits(place, monkeypatch):
+    monkeypatch.setattr(attention, "MAX_SPLIT", 32)
+    config = replace(config_of(Shape(), 4, 3), usual_splits=1)
+    assert_attends(make_step(Shape(), [(20, 3), (80, 2), (45, 6)], place), config)
+
+
+def rotate_and_attend(step, tiles, config, overlap):
+    """Both kernels as a layer launches them. Returns `launch`, and the queries and output it will fill."""
+    device, shape = step.qkv.device, step.shape
+    cos, sin = rope_tables(Rope(theta=10000.0), shape.head_dim, COLUMNS * PAGE_SIZE, device)
+    positions = padded([position for _, _, position in step.rows()], PADDED, 10**6, device)
+    slots = padded([step.slots[request] for _, request, _ in step.rows()], PADDED, 10**6, device)
+    num_rows = padded([step.num_rows], 0, 0, device)
+    out = torch.zeros(len(step.qkv), shape.num_heads * shape.head_dim, dtype=step.qkv.dtype, device=device)
+    sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
+    workspace = Workspace.of(config, len(out), len(tiles.request), *sizes, device)
+    qkv = step.qkv.clone()
+
+    def launch():
+        qkv.copy_(step.qkv)
+        step.pages.mul_(1)  # a launch between the buffers' last writing and the kernels that read them early
+        attention.rotate_and_write(qkv, positions, slots, num_rows, step.table, cos, sin, step.pages, overlap=overlap)
+        attention.attend(qkv, step.pages, step.table, tiles, out, workspace, config, overlap=overlap)
+
+    return launch, qkv, out
+
+
+def test_the_kernels_work_in_turn(place):
+    step = make_step(Shape(4, 2, 64), MIXED, place)
+    config = config_of(step.shape, 4, 3)
+    launch, qkv, out = rotate_and_attend(step, make_tiles(step, 4), config, overlap=place[0] == "cuda")
+    launch()
+    wanted = plain_attend(replace(step, qkv=qkv))
+    tolerance = TOLERANCE[place[1]]
+    torch.testing.assert_close(out[: step.num_rows].float().cpu(), wanted, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_captured_launch_serves_a_smaller_step():
+    place = ("cuda", torch.bfloat16)
+    step = make_step(Shape(), MIXED, place)
+    config = config_of(step.shape, 4, 3)
+    tiles = make_tiles(step, 4)
+    launch, qkv, out = rotate_and_attend(step, tiles, config, overlap=True)
+    launch()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    for num_requests in (len(MIXED), 2):
+        request, offset = build_tiles(step.counts[:num_requests], 4)
+        tiles.request[: request.size] = torch.from_numpy(request).cuda()
+        tiles.offset[: offset.size] = torch.from_numpy(offset).cuda()
+        tiles.num_tiles.fill_(request.size)
+        out.fill_(7)
+        graph.replay()
+        served = int(step.counts[:num_requests].sum())
+        wanted = plain_attend(replace(step, qkv=qkv))[:served]
+        torch.testing.assert_close(out[:served].float().cpu(), wanted, atol=3e-2, rtol=3e-2)
+        assert (out[served:] == 7).all()
+
+
+def test_tiles_cover_every_row_once_and_the_longest_come_first():
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        counts, start = random.integers(1, 40, size=9), random.integers(0, 100, size=9)
+        rows_per_tile = int(random.integers(1, 9))
+        request, offset = build_tiles(counts, rows_per_tile, start)
+        covered = sorted(
+            (int(i), int(k))
+            for i, first in zip(request, offset, strict=True)
+            for k in range(first, min(first + rows_per_tile, counts[i]))
+        )
+        assert covered == [(i, k) for i, count in enumerate(counts) for k in range(count)]
+        assert (np.diff(start[request] + offset) <= 0).all()
+        assert request.size <= tile_capacity(9, int(counts.sum()), rows_per_tile)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(32, 8), (9, 3), (28, 4), (32, 1)])
+def test_the_chosen_tile_holds_its_rows_and_splits_fill_the_device(dtype, head_dim, num_heads, num_kv_heads):
+    for num_requests in (1, 7, 64, 256):
+        for rows in (1, 5, 33, 2048):
+            config = attention.choose(num_requests, rows, 131072, num_heads, num_kv_heads, head_dim, dtype)
+            assert 1 <= config.rows_per_tile <= rows
+            assert config.rows_per_tile * num_heads // num_kv_heads <= config.block_m
+            assert config.min_split % config.block_n == 0
+            if num_requests == 1 and rows == 1:
+                assert config.num_splits * num_kv_heads >= 32
