@@ -104,8 +104,11 @@ def main() -> None:
 
     positions = 4096
     target, draft = (make_model(name, seed, positions) for seed, name in enumerate((args.target, args.draft)))
-    options = EngineOptions(policy="fixed:1", acceptance=args.acceptance, prefix_caching=False)
+    most = max(map(int, args.lengths.split(",")))
+    options = EngineOptions(policy=f"fixed:{most}", acceptance=args.acceptance, prefix_caching=False)
+    started = time.perf_counter()
     engine = build_engine(target, draft, options)
+    print(f"engine built in {time.perf_counter() - started:.1f} s, graphs included")
     results = []
     print(
         f"{'batch':>5} {'length':>6} {'TPOT ms':>8} {'floor':>6} {'step ms':>8} {'draft':>7} {'verify':>7} {'GPU':>5}"

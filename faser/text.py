@@ -186,7 +186,7 @@ class TextStream:
 
 
 class ByteTextStream(TextStream):
-    """The same for tokenizers whose tokens are bytes by themselves: several times cheaper, since nothing is decoded twice.
+    """The same for tokenizers whose tokens are bytes by themselves. Much cheaper: nothing is decoded twice.
 
     Only an unfinished character is held back; bytes that can no longer become one are replaced at once.
     """

@@ -31,7 +31,10 @@ class BatchView:
 
 
 class Policy(Protocol):
-    """Chooses a length for every request, every step."""
+    """Chooses a length for every request, every step.
+
+    A policy that has a `max_length` never gives more; a GPU prepares for it at start-up.
+    """
 
     @property
     def name(self) -> str: ...

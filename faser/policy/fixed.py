@@ -20,5 +20,9 @@ class Fixed:
     def name(self) -> str:
         return f"fixed:{self.length}" if self.length else "off"
 
+    @property
+    def max_length(self) -> int:
+        return self.length
+
     def lengths(self, view: BatchView) -> IntArray:
         return np.full(view.num_requests, self.length, dtype=np.int64)

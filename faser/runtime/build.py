@@ -116,6 +116,7 @@ def build_engine(
             limits=limits,
             page_size=options.page_size,
             max_length=MAX_LENGTH if draft is not None else 0,
+            usual_length=getattr(policy, "max_length", 0) if draft is not None else 0,
             history=history,
             sampler=Sampler(limits.max_running, target.config.vocab_size, history, compiler),
             num_pages=options.num_pages,

@@ -26,6 +26,7 @@ class Parts:
     limits: Limits
     page_size: int
     max_length: int  # the most tokens a request drafts in one step
+    usual_length: int  # what the policy will ask for, as far as it says: to be prepared for
     history: torch.Tensor  # int64 [max_running, max_model_len] in host memory: the tokens of every slot
     sampler: Sampler  # reads it
     num_pages: int | None  # of each model, as the user asked, or

@@ -8,6 +8,7 @@ import torch
 
 from faser.errors import ConfigError
 from faser.models.transformer import Transformer
+from faser.progress import progress_bar
 from faser.runtime.cuda.executor import CudaExecutor
 from faser.runtime.cuda.model import ROW_BUCKETS, CudaModel
 from faser.runtime.cuda.sampling import Slots
@@ -73,6 +74,8 @@ class CudaDevice:
             max_length=parts.max_length,
             acceptance=acceptance,
         )
+        with progress_bar("capturing graphs") as update:
+            executor.prepare(parts.usual_length, update)
         return executor, num_pages
 
     def _num_pages(self, parts: Parts, page_bytes: int) -> int:

@@ -10,14 +10,15 @@ drafts are guessed with the temperature alone, which costs agreement and never a
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from faser.ngram import lookup
-from faser.runtime.cuda.model import CudaModel, Shape, bucket_of
+from faser.progress import Update
+from faser.runtime.cuda.model import ROW_BUCKETS, CudaModel, Shape, first_draft, next_draft, verification
 from faser.runtime.cuda.sampling import FIRST_TOKEN, Slots, inverse_temperature, judge, mixed_seed
 from faser.runtime.sampling import Sampler
 from faser.runtime.verifier import BROKEN
@@ -64,6 +65,25 @@ class CudaExecutor:
         received = torch.zeros(max_requests, width, dtype=torch.int32)
         self._received = received.pin_memory() if device.type == "cuda" else received
         self._marks = _Marks(device)
+        self._usual_rows = 1  # of a request that speculates: fewer take the same graphs, so that there are few of them
+
+    @torch.inference_mode()
+    def prepare(self, length: int, update: Update = lambda done, total: None) -> None:
+        """Capture the graphs of steps that draft nothing and of those that draft up to `length` tokens."""
+        max_requests = self._target.requests.slots.shape[0]
+        sizes = [size for size in ROW_BUCKETS if size <= max_requests] or [ROW_BUCKETS[0]]
+        wanted = [(self._target, verification(size, 1)) for size in sizes]
+        if length and (self._draft is not None or self._uses_ngrams):
+            self._usual_rows = length + 1
+            most = min(max_requests * (length + 1), ROW_BUCKETS[-1])
+            wanted += [(self._target, verification(size, length + 1)) for size in ROW_BUCKETS if 1 < size <= most]
+            if self._draft is not None:
+                wanted += [(self._draft, first_draft(size, size, 2)) for size in sizes]
+                wanted += [(self._draft, next_draft(size)) for size in sizes if length > 1]
+        for done, (model, shape) in enumerate(reversed(wanted)):  # the largest first: their buffers serve the others
+            if shape is not None and model.has_graph_of(shape):
+                model.capture(shape)
+            update(done + 1, len(wanted))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -117,12 +137,10 @@ class CudaExecutor:
         none = np.zeros_like(rows)
         draft.set_requests(plan.slots[order], plan.draft_start[order], rows, none, (lengths > 0).astype(np.int64))
         draft.set_lengths(lengths)
-        _launch(draft, rows, plan.draft_start[order], int((lengths > 0).sum()))
+        shape = first_draft(rows.size, int(rows.sum()), int(rows.max()))
+        _launch(draft, shape, rows, plan.draft_start[order], int((lengths > 0).sum()))
         for done in range(1, int(lengths.max())):
-            num_active = int((lengths > done).sum())
-            shape = bucket_of(num_active, num_active, 1, num_active)
-            assert shape is not None, "there are more requests than graphs have rows"
-            draft.launch(replace(shape, drafts_on=True))
+            draft.launch(next_draft(int((lengths > done).sum())))
 
     def _look_up(self, plan: StepPlan) -> IntArray:
         """Prompt lookup, on the host."""
@@ -153,7 +171,12 @@ class CudaExecutor:
         target, samples = self._target, plan.samples
         target.set_requests(plan.slots, plan.start, plan.num_rows, num_drafted, samples.astype(np.int64))
         judged = np.where(samples, num_drafted + 1, 0)
-        shape = _launch(target, plan.num_rows + num_drafted, plan.start, int(judged.sum()))
+        num_rows = plan.num_rows + num_drafted
+        shape = None
+        if num_rows.sum() == judged.sum():
+            most = int(num_rows.max())
+            shape = verification(int(num_rows.sum()), most if most == 1 else max(most, self._usual_rows))
+        shape = _launch(target, shape, num_rows, plan.start, int(judged.sum()))
         told = self._sample_on_host(plan, judged, shape) if self._on_host[plan.slots[samples]].any() else _Told()
         requests = target.requests_of(shape)
         judge(
@@ -212,14 +235,12 @@ class _Told:
     failed: list[tuple[int, int, str]] = field(default_factory=list)  # index in the plan, row within it, why
 
 
-def _launch(model: CudaModel, num_rows: IntArray, start: IntArray, num_wanted: int) -> Shape:
-    """A forward over so many rows a request: as a graph where one fits, else kernel by kernel."""
-    total, most = int(num_rows.sum()), int(num_rows.max())
-    shape = bucket_of(num_rows.size, total, most, num_wanted)
+def _launch(model: CudaModel, shape: Shape | None, num_rows: IntArray, start: IntArray, num_wanted: int) -> Shape:
+    """A forward over so many rows a request: as the graph of a shape where there is one, else kernel by kernel."""
     if shape is not None and model.has_graph_of(shape):
         model.launch(shape)
         return shape
-    shape = Shape(num_rows.size, total, most, num_wanted)
+    shape = Shape(num_rows.size, int(num_rows.sum()), int(num_rows.max()), num_wanted)
     model.forward(shape, num_rows, start)
     return shape
 

@@ -55,7 +55,7 @@ ROW_BUCKETS = (
     448,
     512,
 )
-ROWS_PER_REQUEST = (1, 2, 4, 8)
+ROWS_PER_REQUEST = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
@@ -73,18 +73,25 @@ class Shape:
         return self.num_wanted == self.num_rows
 
 
-def bucket_of(num_requests: int, num_rows: int, rows_per_request: int, num_wanted: int) -> Shape | None:
-    """The shape of the graph that serves a forward; None if none does. Graphs sample from all rows or one a request."""
-    rows = _least(ROW_BUCKETS, num_rows)
-    each = _least(ROWS_PER_REQUEST, rows_per_request)
-    if rows is None or each is None:
-        return None
-    if num_wanted == num_rows:
-        return Shape(rows, rows, each, rows)
+def verification(num_rows: int, rows_per_request: int) -> Shape | None:
+    """The graph for requests whose rows are all sampled from; None if none has as many."""
+    rows, each = _least(ROW_BUCKETS, num_rows), _least(ROWS_PER_REQUEST, rows_per_request)
+    return Shape(rows, rows, each, rows) if rows is not None and each is not None else None
+
+
+def first_draft(num_requests: int, num_rows: int, rows_per_request: int) -> Shape | None:
+    """The graph for requests of one or two rows, as a draft that kept up has, sampled from the last; None likewise."""
     requests = _least(ROW_BUCKETS, num_requests)
-    if requests is None or num_wanted > num_requests:
+    if requests is None or rows_per_request > 2:
         return None
-    return Shape(requests, rows, each, requests)
+    return Shape(requests, 2 * requests, 2, requests)
+
+
+def next_draft(num_requests: int) -> Shape:
+    """The graph for requests that go on drafting."""
+    rows = _least(ROW_BUCKETS, num_requests)
+    assert rows is not None, "a batch has no more requests than graphs have rows"
+    return Shape(rows, rows, 1, rows, drafts_on=True)
 
 
 def _least(sizes: Sequence[int], wanted: int) -> int | None:
@@ -117,14 +124,14 @@ class CudaModel:
         self.requests = Requests.allocate(max_requests, device)
         self.rows = DeviceRows.allocate(max_requests, max_rows, max_wanted, device)
         self.choices = Choices.allocate(max_wanted, model.head.shape[0], device)
-        drafting = torch.zeros(max_requests + 1, dtype=torch.int32, device=device)
-        self._lengths, self._draft_step = drafting[:-1], drafting[-1:]
+        self._drafting = torch.zeros(max_requests + 1, dtype=torch.int32, device=device)
+        self._lengths, self._draft_step = self._drafting[:-1], self._drafting[-1:]
         columns = -(-max_context // page_size)
         self.table = torch.zeros(slots.history.shape[0], columns, dtype=torch.int32, device=device)
         self._slots = slots
         self._max_context = max_context
         self._staging = _Staging(self.requests.memory, 5)
-        self._staged_lengths = _Staging(drafting, 1)
+        self._staged_lengths = _Staging(self._drafting, 1)
         self._vocabulary = model.vocabulary.int() if model.vocabulary is not None else None
         heads = config.num_heads + 2 * config.num_kv_heads
 
@@ -184,9 +191,18 @@ class CudaModel:
 
     def launch(self, shape: Shape) -> None:
         """Replay the graph of a shape; capture it first if need be."""
-        if shape not in self._graphs:
-            self._graphs[shape] = _capture(lambda: self.forward(shape), self.model.device)
+        self.capture(shape)
         self._graphs[shape]()
+
+    def capture(self, shape: Shape) -> None:
+        """Make the graph of a shape, unless there is one. A forward runs meanwhile, for no requests."""
+        if shape in self._graphs:
+            return
+        kept = [(each, each.clone()) for each in (self.requests.memory, self._drafting)]
+        self.requests.num_requests.zero_()
+        self._graphs[shape] = _capture(lambda: self.forward(shape), self.model.device)
+        for each, content in kept:
+            each.copy_(content)
 
     def forward(self, shape: Shape, num_rows: IntArray | None = None, start: IntArray | None = None) -> None:
         """Enqueue everything from the requests to the tokens in `choices`.
