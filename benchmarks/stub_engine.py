@@ -55,9 +55,10 @@ def make(start: Start) -> Served:
     source = open_target(start.model)
     tokenizer = source.tokenizer()
     assert tokenizer is not None
-    limits = Limits(options.max_running, options.max_batch_tokens, MAX_MODEL_LEN)
-    num_pages = options.max_running * MAX_MODEL_LEN // options.page_size
-    pages = PagePool(num_pages, options.page_size, options.max_running, MAX_MODEL_LEN, options.prefix_caching)
+    max_running = options.max_running or 256
+    limits = Limits(max_running, options.max_batch_tokens or 1024, MAX_MODEL_LEN)
+    num_pages = max_running * MAX_MODEL_LEN // options.page_size
+    pages = PagePool(num_pages, options.page_size, max_running, MAX_MODEL_LEN, options.prefix_caching)
     scheduler = Scheduler(limits, make_policy("off"), pages, prefix_caching=options.prefix_caching)
     text_ids = np.array(tokenizer.encode(" ".join(SENTENCES), add_special_tokens=False))
     about = About(
@@ -70,7 +71,7 @@ def make(start: Start) -> Served:
         vocab_size=source.config.vocab_size,
         end_ids=list(source.config.eos_token_ids),
         max_model_len=MAX_MODEL_LEN,
-        max_running=options.max_running,
+        max_running=max_running,
         page_size=options.page_size,
         num_pages=num_pages,
         kv_bytes=0,

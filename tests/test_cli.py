@@ -262,10 +262,10 @@ def test_the_defaults_of_generate_are_those_of_the_classes():
     assert EngineOptions(**arguments.engine_fields(args)) == EngineOptions()
 
 
-def test_the_command_line_reaches_every_option_of_an_engine_but_the_pages_of_tests():
+def test_the_command_line_reaches_every_option_of_an_engine_but_those_of_tests_and_benchmarks():
     args = cli.make_parser().parse_args(["chat"])
     missing = {field.name for field in fields(EngineOptions)} - arguments.engine_fields(args).keys()
-    assert missing == {"num_pages"}
+    assert missing == {"num_pages", "acceptance"}
 
 
 @pytest.mark.parametrize("shell", cli.SHELLS)

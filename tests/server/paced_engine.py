@@ -44,12 +44,13 @@ class PacedExecutor:
 def make(start: Start) -> Served:
     options = EngineOptions(**start.engine)
     tokenizer = Tokenizer.from_folder(Path(start.model or ""))
-    pages = PagePool(1024, 16, options.max_running, 4096)
-    limits = Limits(options.max_running, options.max_batch_tokens, 4096)
+    max_running = options.max_running or 64
+    pages = PagePool(1024, 16, max_running, 4096)
+    limits = Limits(max_running, 1024, 4096)
     about = About(
         model="paced", draft=None, policy="off", device="cpu", dtype="none",
         reasons=dict.fromkeys(("device", "dtype", "policy", "kv", "draft"), "a test"),
-        vocab_size=320, end_ids=[2], max_model_len=4096, max_running=options.max_running, page_size=16, num_pages=1024,
+        vocab_size=320, end_ids=[2], max_model_len=4096, max_running=max_running, page_size=16, num_pages=1024,
         kv_bytes=0, load_seconds=0.0, tokenizer=tokenizer.to_json(), chat_template=None,
     )  # fmt: skip
     return Served(Engine(Scheduler(limits, Fixed(0), pages), PacedExecutor()), about, tokenizer)

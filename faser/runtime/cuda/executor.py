@@ -3,38 +3,42 @@
 Positions, tokens, drafts and verdicts stay on the device; the host fills in who runs and reads what came of it. Steps
 whose requests all decode replay graphs, drafting included; steps with prompt rows are enqueued kernel by kernel, which
 the host does faster than a GPU computes hundreds of rows. Requests whose sampling is more than a temperature (filters,
-penalties, bias, grammars, log-probabilities) have their rows sampled on the host, by the same code as on the CPU; their
-drafts are guessed with the temperature alone, which costs agreement and never a token.
+penalties, bias, log-probabilities) have the logits of their rows made once more, outside the graphs, and sampled anew
+from what the filters leave; those with a grammar have their rows sampled on the host, by the same code as on the CPU.
+Drafts of either are guessed with the temperature alone, which costs agreement and never a token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from faser.ngram import lookup
 from faser.progress import Update
+from faser.runtime.cuda.filters import Filters, logprobs, send, unpack_logprobs
 from faser.runtime.cuda.model import ROW_BUCKETS, CudaModel, Shape, first_draft, next_draft, verification
-from faser.runtime.cuda.sampling import FIRST_TOKEN, Slots, inverse_temperature, judge, mixed_seed
+from faser.runtime.cuda.sampling import FIRST_TOKEN, Choices, Slots, inverse_temperature, judge, mixed_seed, sample
 from faser.runtime.sampling import Sampler
 from faser.runtime.verifier import BROKEN
 from faser.types import (
     Admission,
     IntArray,
-    SamplingParams,
     StepPlan,
     StepResult,
     StepSeconds,
     TokenLogprobs,
 )
 
+FILTERED_LOGITS = 1 << 22  # logits filtered at a time: sorting them takes some 250 MB
+
 
 class CudaExecutor:
-    """`history` int64 [max_slots, max_len] is the host's copy of the tokens, for n-gram drafts and the host's sampler.
+    """`history` int64 [max_slots, max_len] is the host's copy of the tokens, for n-gram drafts and for grammars.
 
     `acceptance`, by position in the draft, accepts drafts with these probabilities whatever they say: for measuring.
     """
@@ -61,6 +65,9 @@ class CudaExecutor:
         self._on_host = np.zeros(len(history), dtype=np.bool_)  # by slot: the host samples its rows
         width = FIRST_TOKEN + max_length + 1
         max_requests, device = target.requests.slots.shape[0], target.model.device
+        vocab_size = target.model.head.shape[0]
+        self._filters = Filters(len(history), vocab_size, device)
+        self._refined = Choices.allocate(max(1, FILTERED_LOGITS // vocab_size), vocab_size, device)
         self._packed = torch.zeros(max_requests, width, dtype=torch.int32, device=device)
         received = torch.zeros(max_requests, width, dtype=torch.int32)
         self._received = received.pin_memory() if device.type == "cuda" else received
@@ -115,7 +122,8 @@ class CudaExecutor:
             self._slots.seeds[new.slot] = mixed_seed(new.seed)
             self._slots.inverse_temperatures[new.slot] = inverse_temperature(new.params.temperature)
             self._sampler.admit(new.slot, new.params, new.seed, new.num_prompt, sorted(new.stop_ids))
-            self._on_host[new.slot] = _needs_host(new.params, bool(new.stop_ids))
+            self._filters.admit(new.slot, new.params, new.num_prompt, sorted(new.stop_ids))
+            self._on_host[new.slot] = new.params.grammar is not None
 
     # ── drafting ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -177,7 +185,7 @@ class CudaExecutor:
             most = int(num_rows.max())
             shape = verification(int(num_rows.sum()), most if most == 1 else max(most, self._usual_rows))
         shape = _launch(target, shape, num_rows, plan.start, int(judged.sum()))
-        told = self._sample_on_host(plan, judged, shape) if self._on_host[plan.slots[samples]].any() else _Told()
+        told = self._refine(plan, judged, shape)
         requests = target.requests_of(shape)
         judge(
             target.choices, requests, target.rows.cu_wanted[: shape.num_requests + 1], self._slots,
@@ -185,24 +193,56 @@ class CudaExecutor:
         )  # fmt: skip
         return told
 
-    def _sample_on_host(self, plan: StepPlan, judged: IntArray, shape: Shape) -> _Told:
-        """The tokens of requests that need more than a temperature, put in place of those the device chose."""
-        first = np.cumsum(judged) - judged
-        asking = np.flatnonzero(self._on_host[plan.slots] & (judged > 0))
-        owners = np.repeat(asking, judged[asking])
-        rows = np.concatenate([np.arange(first[i], first[i] + judged[i]) for i in asking])
-        offsets = rows - first[owners]
-        slots, positions = plan.slots[owners], plan.num_tokens[owners] + offsets
-        where = torch.from_numpy(rows).to(self._packed.device)
+    def _refine(self, plan: StepPlan, judged: IntArray, shape: Shape) -> _Told:
+        """The tokens of requests that need more than a temperature, in place of those the forward chose."""
+        on_host = self._on_host[plan.slots]
+        special = self._filters.is_special[plan.slots] & ~on_host
+        told = _Told()
+        if (on_host & (judged > 0)).any():
+            self._sample_on_host(_Judged.of(plan, judged, on_host), shape, told)
+        if (special & (judged > 0)).any():
+            self._sample_filtered(_Judged.of(plan, judged, special), shape, told)
+        return told
+
+    def _sample_on_host(self, rows: _Judged, shape: Shape, told: _Told) -> None:
+        where = torch.from_numpy(rows.places).to(self._packed.device)
         logits = self._target.logits_of(shape, where).cpu()
-        said = self._sampler.sample(logits, slots, positions)
+        said = self._sampler.sample(logits, rows.slots, rows.positions)
         self._target.choices.tokens[where] = torch.from_numpy(said.astype(np.int32)).to(where.device)
-        failed = [(int(owners[row]), int(offsets[row]), why) for row, why in self._sampler.failed_rows.items()]
-        told = _Told(failed=failed)
-        for owner, answer in zip(owners.tolist(), self._sampler.logprobs(logits, slots, said), strict=False):
+        for row, why in self._sampler.failed_rows.items():
+            told.failed.append((int(rows.owners[row]), int(rows.offsets[row]), why))
+        answers = self._sampler.logprobs(logits, rows.slots, said)
+        for owner, answer in zip(rows.owners.tolist(), answers, strict=False):
             if answer is not None:
                 told.logprobs.setdefault(owner, []).append(answer)
-        return told
+
+    def _sample_filtered(self, rows: _Judged, shape: Shape, told: _Told) -> None:
+        """Rows to be filtered come first and rows whose log-probabilities are asked for last: each lie side by side."""
+        changed = self._filters.changes(rows.slots, rows.positions)
+        counts = self._filters.num_logprobs[rows.slots]
+        order = np.argsort(np.where(changed, counts >= 0, 2), kind="stable")
+        order = order[(changed | (counts >= 0))[order]]
+        num_best, size = int(counts.max()), self._refined.tokens.shape[0]
+        for first in range(0, order.size, size):
+            some = order[first : first + size]
+            where = send(rows.places[some], self._packed.device)
+            logits = self._target.logits_of(shape, where)
+            num_changed, asking = int(changed[some].sum()), some[counts[some] >= 0]
+            if num_changed:
+                self._choose_filtered(rows[some[:num_changed]], logits[:num_changed], where[:num_changed])
+            if asking.size:
+                chosen = self._target.choices.tokens[where[-asking.size :]]
+                packed = logprobs(logits[-asking.size :], chosen, num_best).to("cpu", non_blocking=True)
+                told.asked.append(_Asked(rows[asking], counts[asking], packed))
+
+    def _choose_filtered(self, rows: _Judged, logits: torch.Tensor, where: torch.Tensor) -> None:
+        """Whether a row is broken the forward has already said, of its own logits."""
+        logits = self._filters.apply(logits, rows.slots, rows.positions, self._slots.history)
+        # [2, S]
+        who = send(np.stack([rows.slots, rows.positions]).astype(np.int32), logits.device)
+        count = torch.full((1,), rows.slots.size, dtype=torch.int32, device=logits.device)
+        sample(logits, who[0], who[1], count, self._slots, self._refined)
+        self._target.choices.tokens[where] = self._refined.tokens[: rows.slots.size]
 
     def _result(
         self,
@@ -223,16 +263,66 @@ class CudaExecutor:
         self._history[plan.slots[owners], plan.num_tokens[owners] + offsets] = token_ids
         failures = dict.fromkeys(np.flatnonzero(samples & (packed[:, 1] != 0)).tolist(), BROKEN)
         failures |= {owner: why for owner, offset, why in told.failed if offset < emitted[owner]}
-        logprobs = {i: answers[: int(emitted[i])] for i, answers in told.logprobs.items()}
-        return StepResult(num_drafted, num_verified, num_accepted, token_ids, logprobs, failures, seconds)
+        answers = {i: some[: int(emitted[i])] for i, some in told.all_logprobs().items()}
+        return StepResult(num_drafted, num_verified, num_accepted, token_ids, answers, failures, seconds)
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """Some of the rows judged in a step: arrays [S]."""
+
+    owners: IntArray  # index in the plan
+    offsets: IntArray  # row within its owner
+    places: IntArray  # row among all that are judged
+    slots: IntArray
+    positions: IntArray
+
+    @classmethod
+    def of(cls, plan: StepPlan, judged: IntArray, wanted: NDArray[np.bool_]) -> _Judged:
+        """The rows of the wanted requests, of which `judged` [B] are judged each."""
+        owners = np.repeat(np.arange(judged.size), judged)
+        places = np.flatnonzero(wanted[owners])
+        owners = owners[places]
+        offsets = places - (np.cumsum(judged) - judged)[owners]
+        return cls(owners, offsets, places, plan.slots[owners], plan.num_tokens[owners] + offsets)
+
+    def __getitem__(self, some: IntArray) -> _Judged:
+        return _Judged(*(getattr(self, each.name)[some] for each in fields(self)))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Log-probabilities on their way to the host: there when the step is."""
+
+    rows: _Judged
+    counts: IntArray  # [S] how many of the most likely tokens each asked for
+    packed: torch.Tensor
 
 
 @dataclass
 class _Told:
-    """What the host's sampler has to say beside tokens."""
+    """What there is to say of a step beside tokens."""
 
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by index in the plan
     failed: list[tuple[int, int, str]] = field(default_factory=list)  # index in the plan, row within it, why
+    asked: list[_Asked] = field(default_factory=list)
+
+    def all_logprobs(self) -> dict[int, list[TokenLogprobs]]:
+        """By index in the plan, in the order of the rows. The device must be done."""
+        found = dict(self.logprobs)
+        answers = [
+            (place, owner, answer)
+            for each in self.asked
+            for place, owner, answer in zip(
+                each.rows.places.tolist(),
+                each.rows.owners.tolist(),
+                unpack_logprobs(each.packed.numpy(), each.counts),
+                strict=True,
+            )
+        ]
+        for _, owner, answer in sorted(answers, key=lambda item: item[0]):
+            found.setdefault(owner, []).append(answer)
+        return found
 
 
 def _launch(model: CudaModel, shape: Shape | None, num_rows: IntArray, start: IntArray, num_wanted: int) -> Shape:
@@ -243,13 +333,6 @@ def _launch(model: CudaModel, shape: Shape | None, num_rows: IntArray, start: In
     shape = Shape(num_rows.size, int(num_rows.sum()), int(num_rows.max()), num_wanted)
     model.forward(shape, num_rows, start)
     return shape
-
-
-def _needs_host(params: SamplingParams, has_stop_ids: bool) -> bool:
-    """Whether a row's token is more than its best score, or its best score with noise."""
-    filtered = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-    adjusted = params.penalised or params.logit_bias is not None or (params.min_tokens > 0 and has_stop_ids)
-    return filtered or adjusted or params.grammar is not None or params.logprobs is not None
 
 
 class _Marks:

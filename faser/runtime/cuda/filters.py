@@ -1,0 +1,279 @@
+"""What a request asks of its distribution beside a temperature, on the device; and its log-probabilities.
+
+Knows the parameters of each slot and reads the tokens of its history: bias, penalties, the ban on end tokens, top_k,
+top_p and min_p turn a row of logits into one in which forbidden tokens are minus infinity. Does not know noise, models,
+drafts or grammars; who chooses from such a row need not know of filters, since a token's noise depends on its id alone.
+
+The truth is faser/runtime/sampling.py: the same float32 operations in the same order, the same rules for ties. What may
+differ is the last bit of an exp or a log, and of float64 sums made in another order, so that top_p may cut one token
+earlier or later where the mass up to a token is top_p to seven digits, or where two weights are a unit apart in the
+last place. All other filters, the adjustments and the order of log-probabilities are exact.
+
+The host knows who asks for what and never waits for the device: what a call needs of its rows travels in a few small
+copies out of page-locked memory, and no shape depends on what is in a tensor. Nothing here is captured in a graph.
+
+Shapes: S rows of one call, R some of those rows, V the tokens of the vocabulary, K the log-probabilities asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from faser.runtime.cuda.sampling import MIN_TEMPERATURE
+from faser.types import FloatArray, IntArray, SamplingParams, TokenLogprobs
+
+SMALL_TOP_K = 256  # up to here top_p looks at the best tokens only; beyond, and without top_k, it sorts the row
+
+_LOWEST = float(np.finfo(np.float32).min)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Parameters of rows, on the device: float64 [S, 1] each. The fields name the columns of `Filters._table`."""
+
+    slot: Tensor
+    position: Tensor
+    num_prompt: Tensor
+    inverse_temperature: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    top_k: Tensor  # 0 keeps all
+    top_p: Tensor  # 1 keeps all
+    log_min_p: Tensor  # minus infinity keeps all
+
+
+_COLUMN = {each.name: column for column, each in enumerate(fields(_Rows))}
+
+
+class Filters:
+    """Filters rows of logits for the requests admitted to its slots. Stop ids and bias beyond V are left out."""
+
+    def __init__(self, max_slots: int, vocab_size: int, device: torch.device | str) -> None:
+        self._vocab_size = vocab_size
+        self._device = torch.device(device)
+        # each [max_slots]
+        self.is_special = np.zeros(max_slots, np.bool_)  # some of its rows may need `apply` or `logprobs`
+        self.num_logprobs = np.full(max_slots, -1, np.int64)  # -1: not asked for
+        self._always = np.zeros(max_slots, np.bool_)  # all rows of the slot are changed
+        self._penalised = np.zeros(max_slots, np.bool_)
+        self._filtered = np.zeros(max_slots, np.bool_)
+        self._num_banned = np.zeros(max_slots, np.int64)  # leading outputs that may not be a stop id
+        # [max_slots, columns]
+        self._table = np.zeros((max_slots, len(_COLUMN)))
+        self._bias: dict[int, tuple[IntArray, NDArray[np.float32]]] = {}  # of the slots that have any, as are these
+        self._stop_ids: dict[int, IntArray] = {}
+
+    def admit(self, slot: int, params: SamplingParams, num_prompt: int, stop_ids: Sequence[int]) -> None:
+        """Give `slot` to a request. `stop_ids` are banned while it has fewer than min_tokens outputs."""
+        self._fill_table(slot, params, num_prompt)
+        self._bias.pop(slot, None)
+        if params.logit_bias:
+            token_ids = np.array(list(params.logit_bias), np.int64)
+            bias = np.array(list(params.logit_bias.values()), np.float32)
+            known = token_ids < self._vocab_size
+            self._bias[slot] = token_ids[known], bias[known]
+        self._stop_ids[slot] = np.array([each for each in stop_ids if each < self._vocab_size], np.int64)
+        self._num_banned[slot] = params.min_tokens if self._stop_ids[slot].size else 0
+        self._penalised[slot] = params.penalised
+        self._always[slot] = self._filtered[slot] | params.penalised | (slot in self._bias)
+        self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self.is_special[slot] = self._always[slot] | (self._num_banned[slot] > 0) | (params.logprobs is not None)
+
+    def _fill_table(self, slot: int, params: SamplingParams, num_prompt: int) -> None:
+        """A greedy request has no filters, whatever its parameters say."""
+        sampled = params.temperature > 0
+        values = {
+            "num_prompt": num_prompt,
+            "inverse_temperature": 1 / max(params.temperature, MIN_TEMPERATURE) if sampled else 1.0,
+            "repetition": params.repetition_penalty,
+            "presence": params.presence_penalty,
+            "frequency": params.frequency_penalty,
+            "top_k": params.top_k if sampled and params.top_k < self._vocab_size else 0,
+            "top_p": params.top_p if sampled else 1.0,
+            "log_min_p": math.log(params.min_p) if sampled and params.min_p > 0 else -math.inf,
+        }
+        for name, value in values.items():
+            self._table[slot, _COLUMN[name]] = value
+        self._filtered[slot] = values["top_k"] > 0 or values["top_p"] < 1 or values["log_min_p"] > -math.inf
+
+    def changes(self, slots: IntArray, positions: IntArray) -> NDArray[np.bool_]:
+        """Which rows `apply` does anything to: [S], [S] -> [S]."""
+        return self._always[slots] | self._bans(slots, positions)
+
+    def apply(self, logits: Tensor, slots: IntArray, positions: IntArray, history: Tensor) -> Tensor:
+        """The logits to choose from: float32 [S, V], [S], [S], history int32 [max_slots, max_len] -> float32 [S, V].
+
+        A row that samples position t sees the prefix history[slot, :t], drafts included. Leaves `logits` as it was. What
+        becomes of a row that holds a NaN or no finite best is left open.
+        """
+        rows = self._send_rows(slots, positions)
+        scores = self._adjust(logits, slots, positions, rows, history)
+        return self._filter(scores, slots, rows) if self._filtered[slots].any() else scores
+
+    def _send_rows(self, slots: IntArray, positions: IntArray) -> _Rows:
+        table = self._table[slots]
+        table[:, _COLUMN["slot"]] = slots
+        table[:, _COLUMN["position"]] = positions
+        # [columns, S, 1]
+        columns = send(np.ascontiguousarray(table.T), self._device).unsqueeze(-1)
+        return _Rows(*columns.unbind(0))
+
+    # --- bias, penalties, ban ----------------------------------------------------------------------------------------
+
+    def _bans(self, slots: IntArray, positions: IntArray) -> NDArray[np.bool_]:
+        """Position t has t - num_prompt outputs before it."""
+        banned: NDArray[np.bool_] = positions - self._column("num_prompt", slots) < self._num_banned[slots]
+        return banned
+
+    def _adjust(self, logits: Tensor, slots: IntArray, positions: IntArray, rows: _Rows, history: Tensor) -> Tensor:
+        scores = logits.clone()
+        biased = [row for row, slot in enumerate(slots.tolist()) if slot in self._bias]
+        if biased:
+            where = self._places(biased, [self._bias[int(slots[row])][0] for row in biased])
+            bias = send(np.concatenate([self._bias[int(slots[row])][1] for row in biased]), self._device)
+            flat = scores.view(-1)
+            flat[where] = flat[where] + bias
+        if self._penalised[slots].any():
+            scores = self._penalise(scores, slots, rows, history[:, : int(positions.max())])
+        banned = np.flatnonzero(self._bans(slots, positions)).tolist()
+        if banned:
+            where = self._places(banned, [self._stop_ids[int(slots[row])] for row in banned])
+            scores.view(-1).index_fill_(0, where, -math.inf)
+        return scores
+
+    def _places(self, rows: Sequence[int], token_ids: Sequence[IntArray]) -> Tensor:
+        """Where the tokens of some rows lie in the flat scores, [S * V]; on the device."""
+        flat = [row * self._vocab_size + some for row, some in zip(rows, token_ids, strict=True)]
+        return send(np.concatenate(flat), self._device)
+
+    def _penalise(self, scores: Tensor, slots: IntArray, rows: _Rows, history: Tensor) -> Tensor:
+        """Repetition for each token of the prefix; presence and frequency for each token put out so far."""
+        # [S, longest prefix]
+        token_ids = history.index_select(0, rows.slot.view(-1).long()).long()
+        column = torch.arange(token_ids.shape[1], device=token_ids.device)
+        known = (column < rows.position) & (token_ids >= 0) & (token_ids < self._vocab_size)
+        token_ids.clamp_(0, self._vocab_size - 1)
+        if (self._column("repetition", slots) != 1).any():
+            penalty = rows.repetition.float()
+            penalised = torch.where(scores > 0, scores / penalty, scores * penalty)
+            scores = torch.where(_count(token_ids, known, scores) > 0, penalised, scores)
+        if (self._column("presence", slots) != 0).any() or (self._column("frequency", slots) != 0).any():
+            counts = _count(token_ids, known & (column >= rows.num_prompt), scores)
+            less = rows.presence.float() + rows.frequency.float() * counts.float()
+            scores = torch.where(counts > 0, scores - less, scores)
+        return scores
+
+    # --- top_k, top_p, min_p -----------------------------------------------------------------------------------------
+
+    def _filter(self, scores: Tensor, slots: IntArray, rows: _Rows) -> Tensor:
+        """In rows at their temperature, what is dropped becomes minus infinity; so do then the scores."""
+        # log p up to a constant: the best becomes 0, so that no temperature overflows. [S, V]
+        scaled = scores - scores.amax(dim=-1, keepdim=True).clamp(min=_LOWEST)
+        scaled *= rows.inverse_temperature.float()
+        top_k, top_p = self._column("top_k", slots), self._column("top_p", slots)
+        if top_k.any():
+            _keep_top_k(scaled, rows.top_k.long(), int(top_k.max()))
+        is_narrow = (top_k > 0) & (top_k <= SMALL_TOP_K)
+        for some in (np.flatnonzero(is_narrow & (top_p < 1)), np.flatnonzero(~is_narrow & (top_p < 1))):
+            if some.size:
+                num_best = int(top_k[some].max()) if is_narrow[some[0]] else self._vocab_size
+                where = send(some, self._device)
+                scaled[where] = _keep_top_p(scaled[where], rows.top_p[where], num_best)
+        if (self._column("log_min_p", slots) > -math.inf).any():
+            scaled.masked_fill_(scaled < rows.log_min_p.float(), -math.inf)
+        return scores.masked_fill(scaled == -math.inf, -math.inf)
+
+    def _column(self, name: str, slots: IntArray) -> FloatArray:
+        return self._table[slots, _COLUMN[name]]
+
+
+def _count(token_ids: Tensor, counted: Tensor, scores: Tensor) -> Tensor:
+    """How often each token occurs: ids int64 [S, L], those that count bool [S, L] -> int32 [S, V], as the scores are."""
+    counts = torch.zeros_like(scores, dtype=torch.int32)
+    return counts.scatter_add_(1, token_ids, counted.int())
+
+
+def _keep_top_k(scaled: Tensor, top_k: Tensor, largest: int) -> None:
+    """In place: drop what is below the k-th best of a row, ties with it stay. [S, V], int64 [S, 1]; 0 keeps all."""
+    kth = scaled.topk(largest, dim=-1).values.gather(1, (top_k - 1).clamp(min=0))
+    scaled.masked_fill_((scaled < kth) & (top_k > 0), -math.inf)
+
+
+def _keep_top_p(scaled: Tensor, top_p: Tensor, num_best: int) -> Tensor:
+    """Keep the smallest set whose probability reaches top_p; of equally likely tokens the lower ids come first.
+
+    [R, V], float64 [R, 1] -> [R, V]. For `num_best` see `_cut`.
+    """
+    weight = scaled.exp()
+    size, least = _cut(weight, top_p, num_best)
+    above, ties = weight > least, weight == least
+    room = size - above.sum(dim=-1, keepdim=True)
+    ties &= ties.cumsum(dim=-1, dtype=torch.int32) <= room
+    return scaled.masked_fill_(~(above | ties), -math.inf)
+
+
+def _cut(weight: Tensor, top_p: Tensor, num_best: int) -> tuple[Tensor, Tensor]:
+    """How many of the heaviest tokens reach top_p, and the weight of the last of them: [R, V], [R, 1] -> [R, 1] each.
+
+    Only the num_best heaviest are looked at: V, or at least as many as a row's top_k. In the latter case what else
+    has a weight ties with the k-th best, and so with the last one looked at.
+    """
+    num_tokens = weight.shape[1]
+    # [R, num_best]
+    best = weight.topk(num_best, dim=-1).values if num_best < num_tokens else weight.sort(descending=True).values
+    mass = best.cumsum(dim=-1, dtype=torch.float64)
+    wanted = top_p * weight.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    size = torch.searchsorted(mass, wanted) + 1
+    least = best.gather(1, size.clamp(max=num_best) - 1)
+    missing = (wanted - mass[:, -1:]) / best[:, -1:]  # tokens like the last one; negative or NaN where none is missing
+    more = missing.ceil().clamp(0, num_tokens).nan_to_num().long()
+    return torch.where(size > num_best, num_best + more, size), least
+
+
+# --- log-probabilities -----------------------------------------------------------------------------------------------
+
+
+def logprobs(logits: Tensor, chosen: Tensor, count: int) -> Tensor:
+    """The model's own log-probabilities, for one copy to the host: float32 [S, V], int32 [S] -> int32 [S, 2 + 2K].
+
+    A row holds the chosen token, the bits of its log-probability, the `count` most likely tokens, best first and ties
+    by id, and the bits of theirs. The order is that of unique integer keys, so it depends on no algorithm's whim.
+    """
+    count = min(count, logits.shape[1])
+    # [S, V]
+    log_p = torch.log_softmax(logits, dim=-1)
+    # ascending where log p descends, since no log p is above 0; then by id
+    keys = (log_p.abs().view(torch.int32).long() << 32) | torch.arange(logits.shape[1], device=logits.device)
+    # [S, K]
+    top = keys.topk(count, dim=-1, largest=False).values & 0xFFFFFFFF
+    tokens = torch.cat([chosen.long().unsqueeze(-1), top], dim=-1)
+    values = log_p.gather(1, tokens).view(torch.int32)
+    return torch.cat([tokens[:, :1].int(), values[:, :1], top.int(), values[:, 1:]], dim=-1)
+
+
+def unpack_logprobs(packed: NDArray[np.int32], counts: IntArray) -> list[TokenLogprobs]:
+    """Rows that `logprobs` packed, [S, 2 + 2K], for requests that asked for so many, [S]."""
+    num_top = packed.shape[1] // 2 - 1
+    token_ids = packed[:, 2 : 2 + num_top].tolist()
+    values = np.ascontiguousarray(packed[:, 2 + num_top :]).view(np.float32).tolist()
+    own = np.ascontiguousarray(packed[:, 1]).view(np.float32).tolist()
+    return [
+        TokenLogprobs(token, mine, tuple(zip(top[:count], top_values[:count], strict=True)))
+        for token, mine, top, top_values, count in zip(
+            packed[:, 0].tolist(), own, token_ids, values, counts.tolist(), strict=True
+        )
+    ]
+
+
+def send(array: NDArray, device: torch.device) -> Tensor:
+    """To the device, behind what is enqueued there and without waiting for it."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
