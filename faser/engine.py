@@ -6,9 +6,11 @@ and the simulator all drive this class.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from faser.cost import StepCost
 from faser.scheduler import Scheduler
@@ -27,19 +29,52 @@ class Executor(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class AsyncExecutor(Protocol):
+    """An executor that runs by itself once told: plans go in and results come out in the same order."""
+
+    def submit(self, plan: StepPlan) -> None: ...
+
+    def collect(self) -> StepResult:
+        """The result of the oldest plan submitted; waits for it."""
+        ...
+
+    def may_run_ahead(self, plan: StepPlan) -> bool:
+        """Whether another plan may be submitted before the result of this one was collected."""
+        ...
+
+    def discard(self) -> None:
+        """Forget what was submitted and not collected."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Flight:
+    plan: StepPlan
+    predicted: float | None
+    started: float
+    planned: float
+
+
 class Engine:
-    """Requests in, tokens out, one step at a time."""
+    """Requests in, tokens out, one step at a time.
+
+    With an `AsyncExecutor` the next step is planned and submitted while this one runs, wherever it can be.
+    """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, clock: Callable[[], float] = perf_counter) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.stats = EngineStats()
         self.cost = StepCost()
+        self._async = executor if isinstance(executor, AsyncExecutor) else None
+        self._flights: deque[_Flight] = deque()
+        self._landed = float("-inf")  # when the last step ended
         self._clock = clock
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._flights)
 
     def add(self, request: Request, checker: StopChecker | None = None) -> None:
         self.scheduler.add(request, checker)
@@ -49,21 +84,47 @@ class Engine:
 
     def step(self) -> list[Progress]:
         """One turn. If it raises, call `abandon`: the open requests cannot go on."""
+        if not self._flights and not self._launch():
+            return self.scheduler.take_ended()
+        ahead = self._async is not None and len(self._flights) == 1 and self._async.may_run_ahead(self._flights[0].plan)
+        if ahead and self.scheduler.advance():
+            self._launch()
+        return self._land()
+
+    def _launch(self) -> bool:
+        """Plan a step, and let an asynchronous executor begin with it; False where there is nothing to do."""
         started = self._clock()
         plan = self.scheduler.plan()
         if plan is None:
-            return self.scheduler.take_ended()
+            return False
         predicted = self.cost.predict(plan)
         planned = self._clock()
-        result = self.executor.execute(plan)
+        if self._async is not None:
+            self._async.submit(plan)
+        self._flights.append(_Flight(plan, predicted, started, planned))
+        return True
+
+    def _land(self) -> list[Progress]:
+        flight = self._flights.popleft()
+        plan = flight.plan
+        result = self._async.collect() if self._async is not None else self.executor.execute(plan)
         progress = self.scheduler.commit(plan, result)
         ended = self._clock()
+        # A step planned ahead began, as far as anybody waited for it, when the one before it ended.
+        started = max(flight.started, self._landed)
+        planned = started + flight.planned - flight.started
+        self._landed = ended
         self.cost.learn(plan, ended - started)
-        self.stats.record(plan, result, progress, started=started, planned=planned, ended=ended, predicted=predicted)
+        self.stats.record(
+            plan, result, progress, started=started, planned=planned, ended=ended, predicted=flight.predicted
+        )
         return progress
 
     def abandon(self, reason: FinishReason = FinishReason.FAILED) -> list[Progress]:
         """End every open request; the engine is then empty and usable again."""
+        self._flights.clear()
+        if self._async is not None:
+            self._async.discard()
         return self.scheduler.abandon(reason)
 
     def close(self) -> None:

@@ -11,6 +11,10 @@ under a millisecond. For a running request, with n = num_tokens:
     0 ─── draft_computed ─────── n ───── n + length        draft: rows draft_computed … n - 1 (the lag), then drafting
 
 num_computed is at most n - 1: the last token's row is computed in the step that samples its successor.
+
+A step without drafts brings one token for each request that samples, whatever the tokens are. So the next step can be
+planned while it runs: `advance` counts on it, `commit` fills in the tokens later (num_known of them are). A request
+that turns out to have ended is by then part of the step planned ahead; what that brings for it is dropped.
 """
 
 from __future__ import annotations
@@ -70,6 +74,15 @@ class _Entry:
     slot: int = -1
 
 
+@dataclass(eq=False)
+class _Flight:
+    """A plan that was handed out and not committed."""
+
+    plan: StepPlan
+    entries: list[_Entry | None]  # whose rows these are, in the plan's order
+    advanced: bool = False
+
+
 class Scheduler:
     """Continuous batching over two page pools.
 
@@ -104,13 +117,15 @@ class Scheduler:
         self._cancelling: list[_Entry] = []  # cancelled while a step was in flight
         self._admitted: list[Admission] = []
         self._released: set[int] = set()
-        self._in_flight: StepPlan | None = None
+        self._flights: deque[_Flight] = deque()  # oldest first; two at most, the first of them advanced
+        self._limbo: set[int] = set()  # slots of ended requests that a plan in flight still names
 
         def per_slot() -> IntArray:
             return np.zeros(limits.max_running, dtype=np.int64)
 
         self._tokens: IntArray = np.zeros((limits.max_running, limits.max_model_len), dtype=np.int64)
         self._num_tokens, self._num_prompt, self._end = per_slot(), per_slot(), per_slot()
+        self._num_known = per_slot()  # tokens that are here; less than num_tokens while a step is in flight
         self._num_computed, self._draft_computed = per_slot(), per_slot()
         self._num_published, self._draft_published = per_slot(), per_slot()  # pages
         self._max_draft = per_slot()
@@ -147,7 +162,7 @@ class Scheduler:
         entry = self._entries.get(request_id)
         if entry is None or entry in self._cancelling:
             return False
-        if entry.slot >= 0 and self._in_flight is not None:
+        if entry.slot >= 0 and self._flights:
             self._cancelling.append(entry)
         else:
             self._ended.append(self._drop(entry, FinishReason.CANCELLED))
@@ -159,29 +174,40 @@ class Scheduler:
         return ended
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None when nothing can run."""
-        if self._in_flight is not None:
-            raise EngineError("plan() was called before the last plan was committed")
-        preempted = self._reserve_decoding()
-        if not preempted:
+        """The next step, or None when nothing can run. With a step in flight, `advance` first."""
+        if len(self._flights) > 1 or (self._flights and not self._flights[0].advanced):
+            raise EngineError("plan() was called before the last plan was committed or advanced")
+        if not self._reserve_decoding(ahead=bool(self._flights)):
             self._admit()
-        if self.num_running == 0:
-            return None
-        self._in_flight = self._build_plan()
-        return self._in_flight
+        elif self._flights:
+            return None  # somebody must be preempted, and nobody's last token is known
+        plan = self._build_plan()
+        if plan is not None:
+            self._flights.append(_Flight(plan, [self._at[slot] for slot in plan.slots.tolist()]))
+        return plan
+
+    def advance(self) -> bool:
+        """Count on what the plan in flight will bring, if that is certain but for the tokens themselves."""
+        if len(self._flights) != 1 or self._flights[0].plan.lengths.any():
+            return False
+        flight = self._flights[0]
+        self._move(flight.plan, np.where(flight.plan.samples, 1, 0), np.zeros_like(flight.plan.lengths))
+        flight.advanced = True
+        return True
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Progress]:
         """Take in what a step produced: tokens, computed rows, full pages, ends."""
-        if plan is not self._in_flight:
-            raise EngineError("commit() was given another plan than the one in flight")
-        self._in_flight = None
-        slots, num_tokens, samples = plan.slots, plan.num_tokens, plan.samples
+        if not self._flights or plan is not self._flights[0].plan:
+            raise EngineError("commit() was given another plan than the oldest in flight")
+        flight = self._flights.popleft()
+        alive = np.array([entry is self._at[slot] for entry, slot in zip(flight.entries, plan.slots, strict=True)])
+        if not alive.all():
+            plan, result = _only(plan, result, alive)
+        slots, samples = plan.slots, plan.samples
         emitted = np.where(samples, result.num_accepted + 1, 0)
-        self._append(slots, num_tokens, emitted, result.token_ids)
-        self._num_computed[slots] = np.where(samples, num_tokens + emitted - 1, plan.start + plan.num_rows)
-        # The draft computed its own tokens but the last; those the target refused are void.
-        kept = num_tokens + np.minimum(result.num_drafted - 1, result.num_accepted)
-        self._draft_computed[slots] = np.where(result.num_drafted > 0, kept, plan.draft_start + plan.draft_rows)
+        self._append(slots, plan.num_tokens, emitted, result.token_ids)
+        if not flight.advanced:
+            self._move(plan, emitted, result.num_drafted)
         self._drafted[slots] += result.num_drafted
         self._verified[slots] += result.num_verified
         self._accepted[slots] += result.num_accepted
@@ -195,11 +221,23 @@ class Scheduler:
         self._cancelling = []
         self._collect(slots, emitted, result)
         self._give_back_lookahead()
+        self._leave_limbo()
         return self.take_ended()
+
+    def _move(self, plan: StepPlan, emitted: IntArray, num_drafted: IntArray) -> None:
+        """Where the requests of a plan stand after it."""
+        slots, num_tokens, samples = plan.slots, plan.num_tokens, plan.samples
+        self._num_tokens[slots] = num_tokens + emitted
+        self._num_computed[slots] = np.where(samples, num_tokens + emitted - 1, plan.start + plan.num_rows)
+        # The draft computed its own tokens but the last; those the target refused are void.
+        kept = num_tokens + np.minimum(num_drafted, emitted) - 1
+        self._draft_computed[slots] = np.where(num_drafted > 0, kept, plan.draft_start + plan.draft_rows)
 
     def abandon(self, reason: FinishReason) -> list[Progress]:
         """End every open request, whatever state a failed step left it in."""
-        self._in_flight, self._cancelling = None, []
+        self._flights.clear()
+        self._cancelling = []
+        self._leave_limbo()
         return self.take_ended() + [self._drop(entry, reason) for entry in list(self._entries.values())]
 
     def check(self) -> None:
@@ -207,7 +245,7 @@ class Scheduler:
         self.target_pages.check()
         if self.draft_pages is not None:
             self.draft_pages.check()
-        idle = sorted(self._free_slots)
+        idle = sorted([*self._free_slots, *self._limbo])
         if sorted([*idle, *self._running.tolist()]) != list(range(self.limits.max_running)):
             raise EngineError("a slot is lost or in two states")
         pools = [pool for pool in (self.target_pages, self.draft_pages) if pool is not None]
@@ -275,10 +313,20 @@ class Scheduler:
         self._stop_array = np.array(list(self._stop_ids), dtype=np.int64)
         self._at[slot] = None
         self._running = self._running[self._running != slot]
-        self._free_slots.append(slot)
+        if any(slot in flight.plan.slots for flight in self._flights):
+            self._limbo.add(slot)
+        else:
+            self._free_slots.append(slot)
         self._admitted = [admission for admission in self._admitted if admission.slot != slot]
         self._released.add(slot)
         entry.slot = -1
+
+    def _leave_limbo(self) -> None:
+        """Slots that no plan in flight names any more are free."""
+        for slot in list(self._limbo):
+            if not any(slot in flight.plan.slots for flight in self._flights):
+                self._limbo.discard(slot)
+                self._free_slots.append(slot)
 
     def _stats(self, entry: _Entry) -> Stats:
         slot = entry.slot
@@ -294,16 +342,26 @@ class Scheduler:
 
     # ── planning: running requests first ─────────────────────────────────────────────────────────────────────────────
 
-    def _reserve_decoding(self) -> bool:
-        """Give every running request a page for its next token, preempting the newest where pages are short."""
-        preempted = False
+    def _runnable(self) -> IntArray:
+        """Running requests that can take another step: not those whose last token is on its way."""
+        slots = self._running
+        return slots[self._num_tokens[slots] < self._end[slots]] if self._flights else slots
+
+    def _reserve_decoding(self, ahead: bool) -> bool:
+        """Give every running request a page for its next token; whether pages were short.
+
+        Then the newest is preempted, unless this plans ahead.
+        """
+        short = False
         while self.num_running:
-            slots = self._running
+            slots = self._runnable()
             if self.target_pages.reserve(slots, self._num_tokens[slots]):
                 break
+            short = True
+            if ahead:
+                break
             self._preempt(int(slots[-1]))
-            preempted = True
-        return preempted
+        return short
 
     def _preempt(self, slot: int) -> None:
         """Send a request back to the head of the queue, to compute its context again or find it in the prefix cache."""
@@ -316,7 +374,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Move waiting requests into slots, oldest first, while rows, slots and pages last."""
-        slots = self._running
+        slots = self._runnable()
         room = self.limits.max_batch_tokens - int((self._num_tokens[slots] - self._num_computed[slots]).sum())
         while self._waiting and self._free_slots and room > 0:
             entry = self._waiting[0]
@@ -360,7 +418,7 @@ class Scheduler:
         entry.slot = slot
         self._at[slot] = entry
         self._tokens[slot, :num_tokens] = entry.token_ids
-        self._num_tokens[slot] = num_tokens
+        self._num_tokens[slot] = self._num_known[slot] = num_tokens
         self._num_prompt[slot] = len(request.prompt_token_ids)
         self._end[slot] = len(request.prompt_token_ids) + request.params.max_tokens
         self._num_computed[slot] = num_computed
@@ -385,8 +443,10 @@ class Scheduler:
 
     # ── planning: rows and lengths ───────────────────────────────────────────────────────────────────────────────────
 
-    def _build_plan(self) -> StepPlan:
-        slots = self._running
+    def _build_plan(self) -> StepPlan | None:
+        slots = self._runnable()
+        if slots.size == 0:
+            return None
         num_tokens, start = self._num_tokens[slots], self._num_computed[slots]
         pending = num_tokens - start
         decoding = pending == 1
@@ -541,7 +601,7 @@ class Scheduler:
         cu_emitted = np.cumsum(emitted) - emitted
         columns = np.arange(token_ids.size) + np.repeat(num_tokens - cu_emitted, emitted)
         self._tokens[np.repeat(slots, emitted), columns] = token_ids
-        self._num_tokens[slots] = num_tokens + emitted
+        self._num_known[slots] = num_tokens + emitted
 
     def _publish_prompts(self, slots: IntArray) -> None:
         """Offer newly computed prompt pages to the prefix caches. Output pages follow when the request leaves."""
@@ -557,13 +617,13 @@ class Scheduler:
 
     def _publish(self, slot: int, most: int) -> None:
         """Publish a slot's first pages, `most` at most. Rows beyond num_computed may hold refused drafts: never."""
-        size, entry = self.target_pages.page_size, self._entry(slot)
-        self._extend_hashes(entry, self._tokens[slot], int(self._num_tokens[slot]))
+        size, entry, known = self.target_pages.page_size, self._entry(slot), int(self._num_known[slot])
+        self._extend_hashes(entry, self._tokens[slot], known)
         for pool, computed, published in (
             (self.target_pages, self._num_computed, self._num_published),
             (self.draft_pages, self._draft_computed, self._draft_published),
         ):
-            full = min(int(computed[slot]) // size, most)
+            full = min(int(computed[slot]) // size, known // size, most)
             if pool is not None and full > published[slot]:
                 for column in range(int(published[slot]), full):
                     pool.publish(slot, column, entry.hashes[column])
@@ -580,7 +640,7 @@ class Scheduler:
 
         What is handed out is kept in `_ended` until the step is whole, so that no end is lost if it is not.
         """
-        ends: NDArray[np.bool_] = (self._num_tokens[slots] >= self._end[slots]) | self._watched[slots]
+        ends: NDArray[np.bool_] = (self._num_known[slots] >= self._end[slots]) | self._watched[slots]
         cu_emitted = np.concatenate(([0], np.cumsum(emitted)))
         if self._stop_array.size:
             hits = np.flatnonzero(np.isin(result.token_ids, self._stop_array))
@@ -600,7 +660,7 @@ class Scheduler:
     def _examine(self, entry: _Entry, new: list[int], logprobs: list[TokenLogprobs] | None) -> Progress:
         """Cut a request's new tokens at its first stop, if any: the tokens behind it are as if never made."""
         request = entry.request
-        num_output = int(self._num_tokens[entry.slot] - self._num_prompt[entry.slot]) - len(new)
+        num_output = int(self._num_known[entry.slot] - self._num_prompt[entry.slot]) - len(new)
         reason, stop_id = None, None
         for i, token in enumerate(new):
             if token in request.stop_ids and num_output + i >= request.params.min_tokens:
@@ -621,7 +681,10 @@ class Scheduler:
         return self._close(entry, finish, new, logprobs)
 
     def _give_back_lookahead(self) -> None:
+        """Pages for refused drafts. Those of a step in flight are in use."""
         slots = self._running
+        for flight in self._flights:
+            slots = slots[~np.isin(slots, flight.plan.slots)]
         self.target_pages.truncate(slots, self._num_tokens[slots])
         if self.draft_pages is not None:
             self.draft_pages.truncate(slots, self._draft_computed[slots])
@@ -630,3 +693,22 @@ class Scheduler:
         entry = self._at[slot]
         assert entry is not None
         return entry
+
+
+def _only(plan: StepPlan, result: StepResult, alive: NDArray[np.bool_]) -> tuple[StepPlan, StepResult]:
+    """Without the rows of requests that have ended."""
+    emitted = np.where(plan.samples, result.num_accepted + 1, 0)
+    number = np.cumsum(alive) - 1  # a row's index among the living
+    arrays = ("slots", "num_tokens", "start", "num_rows", "lengths", "draft_start", "draft_rows")
+    return (
+        replace(plan, **{name: getattr(plan, name)[alive] for name in arrays}),
+        replace(
+            result,
+            num_drafted=result.num_drafted[alive],
+            num_verified=result.num_verified[alive],
+            num_accepted=result.num_accepted[alive],
+            token_ids=result.token_ids[np.repeat(alive, emitted)],
+            logprobs={int(number[i]): value for i, value in result.logprobs.items() if alive[i]},
+            failures={int(number[i]): value for i, value in result.failures.items() if alive[i]},
+        ),
+    )

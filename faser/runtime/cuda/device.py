@@ -26,6 +26,9 @@ class CudaDevice:
     name = "cuda"
     max_running = 256
     max_batch_tokens = 4096
+    # Whether a step is planned while the one before it runs. Proven on the oracle and in Triton's interpreter, and off
+    # until it has been run, and measured, on a GPU.
+    runs_ahead = False
 
     def default_kv_memory(self) -> None:
         return None
@@ -73,6 +76,7 @@ class CudaDevice:
             uses_ngrams=parts.uses_ngrams,
             max_length=parts.max_length,
             acceptance=acceptance,
+            runs_ahead=self.runs_ahead,
         )
         with progress_bar("capturing graphs") as update:
             executor.prepare(parts.usual_length, update)

@@ -10,6 +10,7 @@ Drafts of either are guessed with the temperature alone, which costs agreement a
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -37,6 +38,9 @@ from faser.types import (
 FILTERED_LOGITS = 1 << 22  # logits filtered at a time: sorting them takes some 250 MB
 
 
+MAX_FLIGHTS = 2  # steps submitted and not collected
+
+
 class CudaExecutor:
     """`history` int64 [max_slots, max_len] is the host's copy of the tokens, for n-gram drafts and for grammars.
 
@@ -54,6 +58,7 @@ class CudaExecutor:
         uses_ngrams: bool = False,
         max_length: int = 0,
         acceptance: torch.Tensor | None = None,
+        runs_ahead: bool = False,
     ) -> None:
         self._target = target
         self._draft = draft
@@ -67,11 +72,12 @@ class CudaExecutor:
         max_requests, device = target.requests.slots.shape[0], target.model.device
         vocab_size = target.model.head.shape[0]
         self._filters = Filters(len(history), vocab_size, device)
-        self._refined = Choices.allocate(max(1, FILTERED_LOGITS // vocab_size), vocab_size, device)
+        most_rows = min(target.choices.tokens.shape[0], max(1, FILTERED_LOGITS // vocab_size))
+        self._refined = Choices.allocate(most_rows, vocab_size, device)  # of filtered rows
         self._packed = torch.zeros(max_requests, width, dtype=torch.int32, device=device)
-        received = torch.zeros(max_requests, width, dtype=torch.int32)
-        self._received = received.pin_memory() if device.type == "cuda" else received
-        self._marks = _Marks(device)
+        self._landings = deque(_Landing(max_requests, width, device) for _ in range(MAX_FLIGHTS))
+        self._flights: deque[_Flight] = deque()
+        self._runs_ahead = runs_ahead
         self._usual_rows = 1  # of a request that speculates: fewer take the same graphs, so that there are few of them
 
     @torch.inference_mode()
@@ -92,21 +98,45 @@ class CudaExecutor:
                 model.capture(shape)
             update(done + 1, len(wanted))
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
+        self.submit(plan)
+        return self.collect()
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> None:
+        """Enqueue a step. The device runs steps in the order they are submitted in."""
         for slot in plan.released:
             self._sampler.release(slot)
         self._admit(plan.admitted)
         self._target.apply(plan.target_pages)
-        self._marks.start()
+        landing = self._landings.popleft()
+        landing.marks.start()
         num_drafted = self._make_drafts(plan)
-        self._marks.drafted()
+        landing.marks.drafted()
         num_verified = self._prune(plan, num_drafted)
         told = self._verify(plan, num_verified)
         size = plan.slots.size
-        self._received[:size].copy_(self._packed[:size], non_blocking=True)
-        seconds = self._marks.finish()
-        return self._result(plan, num_drafted, num_verified, told, seconds)
+        landing.received[:size].copy_(self._packed[:size], non_blocking=True)
+        landing.marks.finished()
+        self._flights.append(_Flight(plan, num_drafted, num_verified, told, landing))
+
+    def collect(self) -> StepResult:
+        """What came of the oldest step that was submitted; waits for it."""
+        flight = self._flights.popleft()
+        seconds = flight.landing.marks.wait()
+        self._landings.append(flight.landing)
+        return self._result(flight, seconds)
+
+    def may_run_ahead(self, plan: StepPlan) -> bool:
+        """Not where the host itself has to know the tokens before it can go on: to look them up, or for a grammar."""
+        return self._runs_ahead and not self._uses_ngrams and not self._on_host[plan.slots].any()
+
+    def discard(self) -> None:
+        """Forget what is in flight, when the device is done with it."""
+        while self._flights:
+            flight = self._flights.popleft()
+            flight.landing.marks.wait()
+            self._landings.append(flight.landing)
 
     def close(self) -> None:
         """Nothing outlives the tensors and graphs."""
@@ -244,15 +274,9 @@ class CudaExecutor:
         sample(logits, who[0], who[1], count, self._slots, self._refined)
         self._target.choices.tokens[where] = self._refined.tokens[: rows.slots.size]
 
-    def _result(
-        self,
-        plan: StepPlan,
-        num_drafted: IntArray,
-        num_verified: IntArray,
-        told: _Told,
-        seconds: StepSeconds,
-    ) -> StepResult:
-        packed = self._received[: plan.slots.size].numpy().astype(np.int64)
+    def _result(self, flight: _Flight, seconds: StepSeconds) -> StepResult:
+        plan, told = flight.plan, flight.told
+        packed = flight.landing.received[: plan.slots.size].numpy().astype(np.int64)
         samples = plan.samples
         num_accepted = np.where(samples, packed[:, 0], 0)
         emitted = np.where(samples, num_accepted + 1, 0)
@@ -264,7 +288,7 @@ class CudaExecutor:
         failures = dict.fromkeys(np.flatnonzero(samples & (packed[:, 1] != 0)).tolist(), BROKEN)
         failures |= {owner: why for owner, offset, why in told.failed if offset < emitted[owner]}
         answers = {i: some[: int(emitted[i])] for i, some in told.all_logprobs().items()}
-        return StepResult(num_drafted, num_verified, num_accepted, token_ids, answers, failures, seconds)
+        return StepResult(flight.num_drafted, flight.num_verified, num_accepted, token_ids, answers, failures, seconds)
 
 
 @dataclass(frozen=True)
@@ -336,7 +360,7 @@ def _launch(model: CudaModel, shape: Shape | None, num_rows: IntArray, start: In
 
 
 class _Marks:
-    """When drafting and verification ended on the device. Off a GPU nothing is measured."""
+    """When drafting and verification ended on the device. Off a GPU nothing is measured, and nothing waited for."""
 
     def __init__(self, device: torch.device) -> None:
         make: Any = torch.cuda.Event
@@ -348,11 +372,13 @@ class _Marks:
     def drafted(self) -> None:
         self._record(1)
 
-    def finish(self) -> StepSeconds:
-        """Wait for the device."""
+    def finished(self) -> None:
+        self._record(2)
+
+    def wait(self) -> StepSeconds:
+        """Until the device is there."""
         if not self._events:
             return StepSeconds()
-        self._record(2)
         self._events[2].synchronize()
         draft, verify = (self._events[i].elapsed_time(self._events[i + 1]) / 1e3 for i in (0, 1))
         return StepSeconds(draft, verify)
@@ -360,3 +386,23 @@ class _Marks:
     def _record(self, index: int) -> None:
         if self._events:
             self._events[index].record()
+
+
+class _Landing:
+    """Where the results of a step arrive: each step in flight has its own."""
+
+    def __init__(self, max_requests: int, width: int, device: torch.device) -> None:
+        received = torch.zeros(max_requests, width, dtype=torch.int32)
+        self.received = received.pin_memory() if device.type == "cuda" else received
+        self.marks = _Marks(device)
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step that was submitted and not collected."""
+
+    plan: StepPlan
+    num_drafted: IntArray
+    num_verified: IntArray
+    told: _Told
+    landing: _Landing

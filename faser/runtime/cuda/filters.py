@@ -111,8 +111,8 @@ class Filters:
     def apply(self, logits: Tensor, slots: IntArray, positions: IntArray, history: Tensor) -> Tensor:
         """The logits to choose from: float32 [S, V], [S], [S], history int32 [max_slots, max_len] -> float32 [S, V].
 
-        A row that samples position t sees the prefix history[slot, :t], drafts included. Leaves `logits` as it was. What
-        becomes of a row that holds a NaN or no finite best is left open.
+        A row that samples position t sees the prefix history[slot, :t], drafts included. Leaves `logits` as it was.
+        What becomes of a row that holds a NaN or no finite best is left open.
         """
         rows = self._send_rows(slots, positions)
         scores = self._adjust(logits, slots, positions, rows, history)
@@ -196,7 +196,7 @@ class Filters:
 
 
 def _count(token_ids: Tensor, counted: Tensor, scores: Tensor) -> Tensor:
-    """How often each token occurs: ids int64 [S, L], those that count bool [S, L] -> int32 [S, V], as the scores are."""
+    """How often each token occurs: ids int64 [S, L], those that count bool [S, L] -> int32, shaped like the scores."""
     counts = torch.zeros_like(scores, dtype=torch.int32)
     return counts.scatter_add_(1, token_ids, counted.int())
 

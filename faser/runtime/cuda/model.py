@@ -352,21 +352,23 @@ def _some_choices(choices: Choices, some: slice) -> Choices:
 class _Staging:
     """Page-locked memory that a device buffer is filled from: `num_columns` arrays of one size, then one number.
 
-    The copy is not waited for, so the same buffer may be written again only after the step it was for.
+    Copies are not waited for, so there are two of these to take turns: one is written again when the step after the
+    one it was for is submitted, and by then that one has been collected.
     """
 
     def __init__(self, target: Tensor, num_columns: int) -> None:
         self._target = target
-        memory = torch.zeros(target.shape, dtype=target.dtype)
-        self._memory = memory.pin_memory() if target.is_cuda else memory
-        self._array = self._memory.numpy()
-        self._columns = self._array[:-1].reshape(num_columns, -1)
+        self._num_columns = num_columns
+        memories = [torch.zeros(target.shape, dtype=target.dtype) for _ in range(2)]
+        self._memories = [memory.pin_memory() if target.is_cuda else memory for memory in memories]
 
     def write(self, columns: Sequence[IntArray], number: int) -> None:
-        for row, column in zip(self._columns, columns, strict=True):
+        self._memories.reverse()
+        array = self._memories[0].numpy()
+        for row, column in zip(array[:-1].reshape(self._num_columns, -1), columns, strict=True):
             row[: column.size] = column
-        self._array[-1] = number
-        self._target.copy_(self._memory, non_blocking=True)
+        array[-1] = number
+        self._target.copy_(self._memories[0], non_blocking=True)
 
 
 def _capture(run: Callable[[], None], device: torch.device) -> Callable[[], None]:

@@ -15,9 +15,11 @@ from faser.config import EngineOptions
 from faser.models.transformer import Transformer
 from faser.policy import Fixed
 from faser.runtime.build import build_engine
-from faser.types import Request
+from faser.text import Tokenizer
+from faser.types import Grammar, Request, SamplingParams
 from tests.oracle import RandomLengths
-from tests.test_exactness import make_requests, reference, serve
+from tests.test_engine import Sometimes
+from tests.test_exactness import Outcome, make_requests, reference, serve
 from tests.tiny import CONFIGS, make_draft
 
 pytest.importorskip("triton")
@@ -42,12 +44,14 @@ def _row_major(model: Transformer) -> Transformer:
     return Transformer(model.config, model.embedding, layers, model.final_norm, head, model.max_positions)
 
 
-def make_engine(device: str, target: Transformer, draft=None, policy=None, **sizes):
+def make_engine(device: str, target: Transformer, draft=None, policy=None, tokenizer=None, ahead=False, **sizes):
     from faser.runtime.cuda.device import CudaDevice
 
+    place = CudaDevice()
+    place.runs_ahead = ahead
     options = {"max_running": 6, "max_batch_tokens": 64, "page_size": 4, "num_pages": 300, **sizes}
     moved = on(draft, device) if isinstance(draft, Transformer) else draft
-    return build_engine(on(target, device), moved, EngineOptions(policy=policy, **options), device=CudaDevice())
+    return build_engine(on(target, device), moved, EngineOptions(policy=policy, **options), tokenizer, place)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -67,14 +71,14 @@ def target(request, device):
 
 
 def chosen(target: Transformer, device: str) -> list[Request]:
-    """Some whose rows the device samples, some whose rows the host does; shorter where an interpreter runs them."""
+    """Some with a temperature at most, some with filters and penalties; shorter where an interpreter runs them."""
     requests = make_requests(target.config)
     if device == "cuda":
         return requests
     return [
-        replace(r, params=replace(r.params, max_tokens=5, min_tokens=min(2, r.params.min_tokens)))
+        replace(r, params=replace(r.params, max_tokens=4, min_tokens=min(2, r.params.min_tokens)))
         for r in requests
-        if r.id in ("greedy", "sampled", "everything")
+        if r.id in ("greedy", "sampled", "top-p", "everything")
     ]
 
 
@@ -97,8 +101,65 @@ def test_requests_get_the_tokens_of_the_cpu(target, device, policy):
     assert outcome.reasons == expected.reasons
     if kind == "model":
         assert outcome.total.accepted > 0
+    assert_same_logprobs(outcome, expected)
+
+
+@pytest.mark.parametrize("policy", ["off", "sometimes"])
+def test_planning_ahead_of_results_gets_the_same_tokens(target, device, policy):
+    """Also where some steps draft, which are waited for, and requests come and go between them."""
+    draft, lengths = (None, None) if policy == "off" else (make_draft(target), Sometimes(seed=2))
+    requests = chosen(target, device)
+    engine = make_engine(device, target, draft, lengths, ahead=True)
+    submitted: list[int] = []
+    submit = engine.executor.submit
+    engine.executor.submit = lambda plan: (submit(plan), submitted.append(len(engine.executor._flights)))
+    outcome = serve(engine, requests, {r.id: i for i, r in enumerate(requests)})
+    assert outcome.tokens == reference(target, requests).tokens
+    assert max(submitted) == 2, "nothing was planned ahead"
+
+
+def assert_same_logprobs(outcome: Outcome, expected: Outcome) -> None:
     for name, logprobs in expected.logprobs.items():
         assert [item.token_id for item in outcome.logprobs[name]] == [item.token_id for item in logprobs]
+        for ours, theirs in zip(outcome.logprobs[name], logprobs, strict=True):
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+            assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
+
+
+def test_a_grammar_on_the_host_goes_with_filters_and_logprobs_on_the_device(device, folder, monkeypatch):
+    """Three rows at a time are filtered, so that requests and rows of one request are torn apart."""
+    config = replace(CONFIGS["llama3"], head_dim=16, num_layers=1, vocab_size=320, eos_token_ids=(1, 2))
+    target = Transformer.random(config, 0, std=0.3)
+    monkeypatch.setattr("faser.runtime.cuda.executor.FILTERED_LOGITS", 3 * 320)
+    filters = {"temperature": 1.2, "top_k": 40, "top_p": 0.95, "min_p": 0.01}
+    ways = {
+        "a grammar": {"grammar": Grammar("regex", "[0-9]{2,6}"), "logprobs": 2, **filters},
+        "a ban and logprobs": {"min_tokens": 2, "logprobs": 3},
+        "penalties and logprobs": {"presence_penalty": 0.5, "repetition_penalty": 1.2, "logprobs": 20, **filters},
+        "logprobs": {"temperature": 1.0, "logprobs": 1},
+        "a bias": {"logit_bias": {7: 9.0, 8: 8.5}, "temperature": 0.8},
+    }
+    requests = [
+        Request(
+            id=name,
+            prompt_token_ids=(3, 4, 5, 60 + number),
+            params=SamplingParams(max_tokens=4, **way),
+            seed=number,
+            stop_ids=frozenset(config.eos_token_ids),
+        )
+        for number, (name, way) in enumerate(ways.items())
+    ]
+    tokenizer = Tokenizer.from_folder(folder)
+    plain = build_engine(target, None, EngineOptions(num_pages=300, page_size=4), tokenizer)
+    expected = serve(plain, requests)
+    outcome = serve(make_engine(device, target, make_draft(target), Fixed(2), tokenizer), requests)
+    assert outcome.tokens == expected.tokens
+    assert outcome.total.accepted > 0
+    assert tokenizer.decode(outcome.tokens["a grammar"]).isdigit()
+    assert_same_logprobs(outcome, expected)
+    assert {name: len(answers) for name, answers in outcome.logprobs.items() if answers} == {
+        name: len(outcome.tokens[name]) for name, way in ways.items() if "logprobs" in way
+    }
 
 
 @pytest.mark.gpu

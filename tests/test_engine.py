@@ -1,0 +1,217 @@
+"""Planning ahead of results: the same tokens as planning behind them, whatever happens in between.
+
+The executor here runs every plan the moment it is submitted, in order, as a GPU stream does, and hands the results out
+when they are collected. It is the oracle, so a page that was freed, shared or written too early shows at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from faser.engine import AsyncExecutor, Engine
+from faser.pages import page_hash
+from faser.policy import BatchView, Fixed
+from faser.types import FinishReason, IntArray, StepPlan, StepResult
+from tests.oracle import SEED, VOCABULARY, RandomLengths, World, expected_output, make_request
+
+
+class Ahead:
+    """The oracle as an asynchronous executor."""
+
+    def __init__(self, inner) -> None:
+        self.inner = inner
+        self.results: deque[StepResult] = deque()
+        self.named: deque[set[int]] = deque()  # slots of the plans in flight
+        self.most = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        raise AssertionError("an asynchronous executor is not asked to execute")
+
+    def submit(self, plan: StepPlan) -> None:
+        for slots in self.named:
+            assert slots.isdisjoint(new.slot for new in plan.admitted), "a slot in flight was given to somebody else"
+        self.named.append(set(plan.slots.tolist()))
+        self.results.append(self.inner.execute(plan))
+        self.most = max(self.most, len(self.results))
+
+    def collect(self) -> StepResult:
+        self.named.popleft()
+        return self.results.popleft()
+
+    def may_run_ahead(self, plan: StepPlan) -> bool:
+        return True
+
+    def discard(self) -> None:
+        self.results.clear()
+        self.named.clear()
+
+    def close(self) -> None: ...
+
+
+class Sometimes:
+    """Speculates in some steps only, so that plans ahead meet plans that cannot be passed."""
+
+    name = "sometimes"
+
+    def __init__(self, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+
+    def lengths(self, view: BatchView) -> IntArray:
+        if self.random.random() < 0.6:
+            return np.zeros(view.num_requests, dtype=np.int64)
+        return self.random.integers(0, 4, view.num_requests)
+
+
+def make_engine(policy, **sizes) -> tuple[Engine, World, Ahead]:
+    world = World(policy, **sizes)
+    executor = Ahead(world.executor)
+    assert isinstance(executor, AsyncExecutor)
+    return Engine(world.scheduler, executor), world, executor
+
+
+def drain(engine: Engine, world: World) -> None:
+    for _ in range(10_000):
+        if not engine.has_work:
+            return
+        world.receive(engine.step())
+        engine.scheduler.check()
+    raise AssertionError("the engine did not finish")
+
+
+def test_a_second_step_is_in_flight_while_nobody_drafts():
+    engine, world, executor = make_engine(Fixed(0))
+    for name in "abc":
+        world.add(make_request(name, [1, 2, ord(name) % 5], 12))
+    drain(engine, world)
+    assert executor.most == 2
+    for name in "abc":
+        assert world.tokens[name] == expected_output([1, 2, ord(name) % 5], SEED, 12)
+    assert engine.stats.emitted == 36
+    assert world.target.num_held == 0
+
+
+def test_a_step_with_drafts_is_waited_for():
+    engine, world, executor = make_engine(Fixed(2))
+    world.add(make_request("a", [1, 2], 30))
+    drain(engine, world)
+    assert world.tokens["a"] == expected_output([1, 2], SEED, 30)
+    assert executor.most <= 2
+
+
+def test_what_comes_after_a_stop_is_as_if_never_made():
+    prompt = [1, 2, 3]
+    whole = expected_output(prompt, SEED, 20)
+    stop = whole[5]
+    engine, world, executor = make_engine(Fixed(0))
+    request = make_request("a", prompt, 20)
+    engine.add(type(request)(**{**vars(request), "stop_ids": frozenset([stop])}))
+    world.tokens["a"] = []
+    drain(engine, world)
+    assert executor.most == 2
+    first = whole.index(stop)
+    assert world.tokens["a"] == whole[: first + 1]
+    assert world.finished["a"].finish.reason is FinishReason.STOP
+
+
+def test_the_slot_of_an_ended_request_is_not_given_away_while_a_step_names_it():
+    engine, world, _ = make_engine(Fixed(0), max_running=2)
+    whole = expected_output([1, 2, 3], SEED, 20)
+    request = make_request("a", [1, 2, 3], 20)
+    engine.add(type(request)(**{**vars(request), "stop_ids": frozenset([whole[2]])}))
+    world.tokens["a"] = []
+    for name in "bcd":
+        world.add(make_request(name, [2, ord(name) % 5], 9))
+    drain(engine, world)
+    for name in "bcd":
+        assert world.tokens[name] == expected_output([2, ord(name) % 5], SEED, 9)
+
+
+def test_abandon_forgets_what_is_in_flight_and_the_engine_goes_on():
+    engine, world, _ = make_engine(Fixed(0))
+    world.add(make_request("a", [1, 2], 30))
+    world.receive(engine.step())
+    ended = engine.abandon()
+    assert [item.finish.reason for item in ended if item.finish is not None] == [FinishReason.FAILED]
+    engine.scheduler.check()
+    assert not engine.has_work
+    world.add(make_request("b", [1, 3], 10))
+    drain(engine, world)
+    assert world.tokens["b"] == expected_output([1, 3], SEED, 10)
+
+
+MAX_LEN = 26
+
+
+def hashes_of(tokens, page_size: int) -> set[bytes]:
+    """The names of all full pages of a text."""
+    found, name = set(), b""
+    for start in range(0, len(tokens) - page_size + 1, page_size):
+        name = page_hash(name, np.array(tokens[start : start + page_size], dtype=np.int64))
+        found.add(name)
+    return found
+
+
+@st.composite
+def workloads(draw):
+    """Requests with when they arrive, where they stop and when they are cancelled, by step."""
+    requests = []
+    for number in range(draw(st.integers(1, 9))):
+        prompt = draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=14))
+        most = MAX_LEN - len(prompt)
+        max_tokens = draw(st.one_of(st.just(most), st.integers(1, most)))
+        stop = draw(st.one_of(st.none(), st.integers(0, VOCABULARY - 1)))
+        cancelled = draw(st.one_of(st.none(), st.integers(0, 25)))
+        requests.append((str(number), prompt, max_tokens, draw(st.integers(0, 12)), stop, cancelled))
+    return requests
+
+
+@pytest.mark.parametrize("kind", ["off", "sometimes", "random"])
+@settings(max_examples=150, deadline=None)
+@given(
+    workload=workloads(), num_pages=st.integers(9, 40), num_draft_pages=st.integers(4, 30), seed=st.integers(0, 99),
+    caching=st.booleans(),
+)  # fmt: skip
+def test_any_workload_gets_its_tokens_and_loses_no_page(kind, workload, num_pages, num_draft_pages, seed, caching):
+    policy = {"off": Fixed(0), "sometimes": Sometimes(seed), "random": RandomLengths(3)}[kind]
+    engine, world, _ = make_engine(
+        policy, num_pages=num_pages, num_draft_pages=num_draft_pages, max_running=4, max_batch_tokens=14,
+        max_model_len=MAX_LEN, caching=caching,
+    )  # fmt: skip
+    expected, texts = {}, []
+    step = 0
+    while workload or engine.has_work:
+        for item in [each for each in workload if each[3] <= step]:
+            name, prompt, max_tokens, _, stop, cancelled = item
+            request = make_request(name, prompt, max_tokens)
+            stops = frozenset() if stop is None else frozenset([stop])
+            engine.add(type(request)(**{**vars(request), "stop_ids": stops}))
+            world.tokens[name] = []
+            whole = expected_output(prompt, SEED, max_tokens)
+            texts.append([*prompt, *whole])
+            end = next((i + 1 for i, token in enumerate(whole) if token in stops), len(whole))
+            expected[name] = (whole[:end], cancelled)
+            workload = [each for each in workload if each is not item]
+        for name, (_, cancelled) in expected.items():
+            if cancelled == step:
+                engine.cancel(name)
+        world.receive(engine.step())
+        engine.scheduler.check()
+        step += 1
+        assert step < 5000
+    for name, (whole, _) in expected.items():
+        reason = world.finished[name].finish.reason
+        if reason is FinishReason.CANCELLED:
+            assert world.tokens[name] == whole[: len(world.tokens[name])]
+        else:
+            assert world.tokens[name] == whole
+    assert world.target.num_held == 0
+    assert world.draft.num_held == 0
+    named = set().union(*(hashes_of(text, world.target.page_size) for text in texts))
+    assert set(world.target._published) | set(world.draft._published) <= named, (
+        "a page was published under a wrong name"
+    )
