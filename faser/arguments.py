@@ -141,6 +141,10 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     server.add_argument(
         "--grace", type=float, default=30.0, metavar="SECONDS", help="for open requests on SIGTERM; default: 30"
     )
+    server.add_argument(
+        "--engine-timeout", type=float, default=300.0, metavar="SECONDS",
+        help="a step that takes longer means a hung engine, which is killed; default: 300",
+    )  # fmt: skip
     server.add_argument("--on-engine-failure", choices=("restart", "exit"), default="restart", help="default: restart")
     server.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="default: info"
@@ -166,6 +170,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         cors_origins=tuple(args.cors_origin),
         grace=args.grace,
         on_engine_failure=args.on_engine_failure,
+        engine_timeout=args.engine_timeout,
         chat_template=chat_template_text(args),
         log_level=args.log_level,
     )

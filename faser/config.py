@@ -82,6 +82,7 @@ class ServerOptions:
     cors_origins: tuple[str, ...] = ()  # none: no CORS headers at all
     grace: float = 30.0  # seconds that running requests get to finish after SIGTERM
     on_engine_failure: str = "restart"
+    engine_timeout: float = 300.0  # seconds an engine with open requests may be silent before it is taken to be hung
     chat_template: str | None = None  # the text of a Jinja template instead of the model's own
     log_level: str = "info"
     engine_factory: str = "faser.server.load:load"  # module:function in the engine's process, for benchmarks and tests
@@ -95,6 +96,7 @@ class ServerOptions:
                 self.max_prompt_tokens is None or self.max_prompt_tokens >= 1,
                 "an integer of at least 1",
             ),
+            "engine_timeout": (self.engine_timeout > 0, "seconds above 0"),
             "grace": (0 <= self.grace < float("inf"), "seconds, 0 or more"),
             "on_engine_failure": (
                 self.on_engine_failure in ON_ENGINE_FAILURE,

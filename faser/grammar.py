@@ -6,7 +6,8 @@ models, sampling, or drafted from committed tokens. Imports no torch: the HTTP p
 process will run.
 
 A hostile grammar must cost its own request and nothing else. llguidance bounds the work of a compilation and of a mask
-by its limits; what these do not bound, the intersection of many patterns, is refused before it is tried.
+by its limits; what these do not bound (the intersection of many patterns, large multipleOf, thousands of properties) is
+refused before it is tried.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ Bits = NDArray[np.uint8]  # one bit per token, the lowest first: [V / 8], rounde
 ANY_OBJECT = '{"type":"object"}'  # the schema of every JSON object
 
 MAX_TEXT = 256 * 1024  # characters of a schema or an expression
+MAX_KEYS = 4000  # of all objects of a schema together: two thousand properties take half a second to compile
+MAX_MULTIPLE = 10_000  # the sum of all multipleOf, in 50 ms: digits are counted modulo each
 MAX_INTERSECTED = 8  # patterns one string must satisfy at once: the work doubles with each
 MAX_LEXER_STATES = 50_000  # of one request, at 1 or 2 KiB each
 
@@ -83,23 +86,28 @@ class GrammarCompiler:
             raise InvalidRequest(
                 "a grammar needs a token that ends the output, and the model names none; give stop_token_ids"
             )
-        with self._lock:
-            start = self._start(grammar)
+        start = self._start(grammar)
         return Matcher(start, self._first_bits, self._text_bits, stops)
 
     def _start(self, grammar: Grammar) -> LLMatcher:
-        if grammar not in self._compiled:
-            self._compiled[grammar] = self._compile(grammar)
+        """Compiled outside the lock: nobody waits for another's grammar."""
+        with self._lock:
+            prepared = self._prepare()
+            found = self._compiled.get(grammar)
+        if found is None:
+            found = self._compile(grammar, prepared)
+        with self._lock:
+            self._compiled[grammar] = found
+            self._compiled.move_to_end(grammar)
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        return self._compiled[grammar]
+        return found
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+    def _compile(self, grammar: Grammar, prepared: LLTokenizer) -> LLMatcher:
         source = _json_source(grammar.text) if grammar.kind == "json_schema" else _regex_source(grammar.text)
         library = _library()
         limits = library.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-        start: LLMatcher = library.LLMatcher(self._prepare(), source, log_level=0, limits=limits)
+        start: LLMatcher = library.LLMatcher(prepared, source, log_level=0, limits=limits)
         if not start.is_error():
             start.compute_bitmask()  # shows an empty or too complex one at once; the work is kept and copied
         if start.is_error():
@@ -281,6 +289,7 @@ def _json_source(text: str) -> str:
     _require_size("json_schema", text)
     try:
         schema = json.loads(text)
+        _refuse_costly(schema)
         num_intersected = _PatternCount(schema).most()
     except json.JSONDecodeError as error:
         raise _refusal("json_schema", f"not JSON: {error}") from error
@@ -323,6 +332,25 @@ def _shorten(error: str) -> str:
         return "no text belongs to it"
     line = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
     return line if len(line) <= _MAX_REASON else line[:_MAX_REASON] + " …"
+
+
+def _refuse_costly(schema: object) -> None:
+    """What takes llguidance seconds, whatever its limits."""
+    num_keys, multiples = 0, 0.0
+    open_parts = [schema]
+    while open_parts:
+        part = open_parts.pop()
+        if isinstance(part, dict):
+            num_keys += len(part)
+            multiple = part.get("multipleOf")
+            multiples += abs(multiple) if isinstance(multiple, int | float) else 0
+            open_parts += part.values()
+        elif isinstance(part, list):
+            open_parts += part
+    if num_keys > MAX_KEYS:
+        raise ValueError(f"{num_keys} keys in all; expected {MAX_KEYS} at most")
+    if multiples > MAX_MULTIPLE:
+        raise ValueError(f"multipleOf beyond {MAX_MULTIPLE}, all of them together")
 
 
 class _PatternCount:

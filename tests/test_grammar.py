@@ -512,3 +512,17 @@ def test_trouble_behind_a_refused_draft_is_forgotten(target, tokenizer, monkeypa
     )
     assert plain.reasons["one"] is FinishReason.STOP
     assert_equal(drafted, plain)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 999979},
+        {"anyOf": [{"type": "integer", "multipleOf": 3001 + i} for i in range(20)]},
+        {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}},
+    ],
+)
+def test_what_would_take_seconds_to_compile_is_refused_before_it_is_tried(schema, folder):
+    compiler = GrammarCompiler(Tokenizer.from_folder(folder), 320, [2])
+    with pytest.raises(InvalidRequest, match=r"multipleOf|keys in all"):
+        compiler.check(Grammar("json_schema", json.dumps(schema)))

@@ -193,11 +193,12 @@ class CompletionAnswerer(Answerer):
     def _logprobs(self, choice: int, logprobs: Sequence[TokenLogprobs]) -> CompletionLogprobs | None:
         if not self._wants_logprobs:
             return None
-        tokens, offsets = [self._token(item.token_id)[0] for item in logprobs], []
+        found = [self._token(item.token_id) for item in logprobs]
+        tokens, offsets = [token for token, _ in found], []
         offset = self._offsets.get(choice, len(self._echo[choice]) if self._echo is not None else 0)
-        for token in tokens:
+        for _, raw in found:
             offsets.append(offset)
-            offset += len(token)
+            offset += sum(byte & 0xC0 != 0x80 for byte in raw)  # characters that begin in it
         self._offsets[choice] = offset
         return CompletionLogprobs(
             tokens,

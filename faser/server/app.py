@@ -73,34 +73,40 @@ class Api:
                     CORSMiddleware,
                     allow_origins=list(self._options.cors_origins),
                     allow_methods=["GET", "POST"],
-                    allow_headers=["authorization", "content-type"],
+                    allow_headers=["*"],  # the official client sends a dozen of its own
+                    expose_headers=["retry-after"],
                 )
             )
         if self._options.api_keys:
-            middleware.append(Middleware(KeyCheck, keys=self._options.api_keys))
+            middleware.append(Middleware(KeyCheck, keys=self._options.api_keys, figures=self._figures))
         handlers: dict[Any, Any] = {
-            HTTPException: _http_error,
+            HTTPException: self._http_error,
             ApiError: self._api_error,
             ClientDisconnect: _gone,
-            Exception: _internal_error,
+            Exception: self._internal_error,
         }
         return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
     # ── generation ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def completions(self, request: Request) -> Response:
+        body = await self._body(request)
         arrived = monotonic()
-        body = parse(await self._body(request), CompletionRequest)
-        return Generation(await self.service.complete(body, arrived), self.service, self._figures)
+        call = await self.service.complete(parse(body, CompletionRequest), arrived)
+        return Generation(call, self.service, self._figures)
 
     async def chat(self, request: Request) -> Response:
+        body = await self._body(request)
         arrived = monotonic()
-        body = parse(await self._body(request), ChatRequest)
-        return Generation(await self.service.chat(body, arrived), self.service, self._figures)
+        call = await self.service.chat(parse(body, ChatRequest), arrived)
+        return Generation(call, self.service, self._figures)
 
     async def _body(self, request: Request) -> bytes:
         """The body, up to the limit. A longer one is refused as soon as that is known."""
         self.service.served()  # nobody need send a body to learn that nothing is served
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            raise ApiError(415, f"Content-Encoding {encoding[:100]!r} is not taken; send the body as it is")
         most = self._options.max_body_size
         declared = request.headers.get("content-length", "")
         if declared.isdigit() and int(declared) > most:
@@ -117,6 +123,18 @@ class Api:
         assert isinstance(error, ApiError)
         self._figures.refused[error.status] += 1
         return Response(error.body, error.status, error.headers, _JSON)
+
+    async def _http_error(self, _: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        self._figures.refused[error.status_code] += 1
+        found = ApiError(error.status_code, _REMEDIES.get(error.status_code, error.detail))
+        return Response(found.body, error.status_code, error.headers, _JSON)
+
+    async def _internal_error(self, _: Request, error: Exception) -> Response:
+        """What nobody foresaw: logged where it happened, and said without its trace."""
+        self._figures.refused[500] += 1
+        found = ApiError(500, "an internal error; the server's log has the details", code="internal_error")
+        return Response(found.body, 500, media_type=_JSON)
 
     # ── everything else ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -225,7 +243,11 @@ class Generation(Response):
 _EVENT_STREAM: Message = {
     "type": "http.response.start",
     "status": 200,
-    "headers": [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")],
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),  # or nginx would hold events back
+    ],
 }
 
 
@@ -254,13 +276,15 @@ async def _nothing() -> Message:
 class KeyCheck:
     """Bearer keys for /v1; the rest shows figures, not text, and stays open."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], figures: Figures) -> None:
         self._app = app
+        self._figures = figures
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith("/v1") and not self._knows(scope["headers"]):
             error = ApiError(401, "a valid API key is needed: send Authorization: Bearer KEY", code="invalid_api_key")
+            self._figures.refused[401] += 1
             response = Response(error.body, 401, {"WWW-Authenticate": "Bearer"}, _JSON)
             await response(scope, receive, send)
         else:
@@ -283,12 +307,6 @@ def _too_large(most: int) -> ApiError:
     return ApiError(413, f"the body has more than {most} bytes; send less", code="body_too_large")
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    found = ApiError(error.status_code, _REMEDIES.get(error.status_code, error.detail))
-    return Response(found.body, error.status_code, error.headers, _JSON)
-
-
 _REMEDIES = {
     404: "no such path; the API is under /v1, and /openapi.json lists it",
     405: "this path does not take that method; /openapi.json lists those it takes",
@@ -298,9 +316,3 @@ _REMEDIES = {
 async def _gone(_: Request, error: Exception) -> Response:
     """The client left while it still sent its body: nobody will read this."""
     return Response(status_code=400)
-
-
-async def _internal_error(_: Request, error: Exception) -> Response:
-    """What nobody foresaw: logged where it happened, and said without its trace."""
-    found = ApiError(500, "an internal error; the server's log has the details", code="internal_error")
-    return Response(found.body, 500, media_type=_JSON)

@@ -11,7 +11,7 @@ import logging
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from itertools import count
 from time import monotonic
@@ -34,7 +34,7 @@ from faser.server.messages import (
     pack_params,
     socket_pair,
 )
-from faser.types import SamplingParams
+from faser.types import FinishReason, SamplingParams
 
 log = logging.getLogger("faser.server")
 
@@ -59,11 +59,11 @@ class Observer(Protocol):
 
     def gained(self, track: Track, num_tokens: int, now: float) -> None: ...
 
-    def ended(self, track: Track, output: Output | None, now: float) -> None:
-        """A request is over; `output` is None where the engine did not say how."""
-        ...
+    def ended(self, track: Track, reason: FinishReason, now: float) -> None: ...
 
-    def snapshot(self, snapshot: Snapshot) -> None: ...
+    def snapshot(self, snapshot: Snapshot | None) -> None:
+        """Where the engine stands; None: there is none."""
+        ...
 
 
 class Track:
@@ -132,6 +132,7 @@ class EngineClient:
         self._transport: asyncio.WriteTransport | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._closing = False
+        self._heard = monotonic()  # when the engine last said something, or was first asked to
 
     @property
     def num_open(self) -> int:
@@ -155,16 +156,18 @@ class EngineClient:
             track = Track(str(next(self._ids)), index, arrived, len(prompt), stream)
             tracks.append(track)
             frames.append(frame(Add(track.id, prompt, pack_params(params), seed, list(stop_ids))))
+        if not self._tracks:
+            self._heard = monotonic()
         self._tracks.update((track.id, track) for track in tracks)
         self._transport.write(b"".join(frames))
         return stream, tracks
 
-    def cancel(self, tracks: Sequence[Track]) -> None:
+    def cancel(self, tracks: Sequence[Track], reason: FinishReason = FinishReason.CANCELLED) -> None:
         """Give up what is still open of these; the engine frees it before its next step."""
         open_ones = [track for track in tracks if self._tracks.pop(track.id, None) is not None]
         now = monotonic()
         for track in open_ones:
-            self._observer.ended(track, None, now)
+            self._observer.ended(track, reason, now)
         if open_ones and self._transport is not None:
             self._transport.write(b"".join(frame(Cancel(track.id)) for track in open_ones))
 
@@ -172,7 +175,15 @@ class EngineClient:
         """End every open request with an error."""
         for track in list(self._tracks.values()):
             track.stream.fail(EngineGone(reason))
-        self.cancel(list(self._tracks.values()))
+        self.cancel(list(self._tracks.values()), FinishReason.FAILED)
+
+    def check_alive(self) -> None:
+        """An engine with open requests sends a frame after every step. One that is silent for too long is hung."""
+        silent = monotonic() - self._heard
+        if self.num_open and self.state is State.READY and silent > self._options.engine_timeout:
+            log.error("the engine has been silent for %.0f s; killing it", silent)
+            if self._process is not None:
+                self._process.kill()  # its socket closes, and the rest follows
 
     # ── the process ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -195,24 +206,39 @@ class EngineClient:
 
     async def _run_once(self) -> tuple[bool, str]:
         """One engine from start to end: whether it ever was ready, and how it ended."""
-        ours, theirs = socket_pair()
-        command = [sys.executable, "-m", "faser.server.worker", str(theirs.fileno()), self._options.engine_factory]
-        # A session of its own: Ctrl-C in a terminal is for the server alone, which then ends the engine.
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
-        theirs.close()
-        loop = asyncio.get_running_loop()
-        lost: asyncio.Future[None] = loop.create_future()
-        self._transport, _ = await loop.create_unix_connection(lambda: _Connection(self._receive, lost), sock=ours)
-        self._transport.write(frame(self._start()))
+        lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ready.clear()
+        try:
+            await self._spawn(lost)
+        except OSError as error:  # no descriptors or no processes left
+            return False, f"the engine process could not be started ({error.strerror or error})"
         await lost
-        was_ready, self._transport = self.ready.is_set(), None
+        was_ready = self.ready.is_set()
         self.ready.clear()
-        if not self._closing and self.failure is None:
-            self.state = State.RESTARTING
         self.fail_all("the engine process ended while it worked on this request; send it again")
+        assert self._process is not None
         status = await asyncio.to_thread(_reap, self._process)
         return was_ready, f"the engine process ended ({status})"
+
+    async def _spawn(self, lost: asyncio.Future[None]) -> None:
+        ours, theirs = socket_pair()
+        command = [sys.executable, "-m", "faser.server.worker", str(theirs.fileno()), self._options.engine_factory]
+        with theirs:
+            # A session of its own: Ctrl-C in a terminal is for the server alone, which then ends the engine.
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+
+        def gone() -> None:
+            """At once, before anybody writes to what is closed."""
+            self._transport = None
+            self._observer.snapshot(None)
+            if not self._closing and self.failure is None:
+                self.state = State.RESTARTING
+            if not lost.done():
+                lost.set_result(None)
+
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.create_unix_connection(lambda: _Connection(self._receive, gone), sock=ours)
+        self._transport.write(frame(self._start()))
 
     async def close(self) -> None:
         """End the engine: it leaves when its socket closes."""
@@ -240,7 +266,6 @@ class EngineClient:
         elif isinstance(message, Refused):
             track = self._tracks.pop(message.id, None)
             if track is not None:
-                self._observer.ended(track, None, monotonic())
                 track.stream.push(track.index, message)
         elif isinstance(message, Failed):
             self.failure = message.message
@@ -250,6 +275,7 @@ class EngineClient:
 
     def _receive_outputs(self, message: Outputs) -> None:
         now, observer, tracks = monotonic(), self._observer, self._tracks
+        self._heard = now
         for output in message.outputs:
             track = tracks.get(output.id)
             if track is None:
@@ -258,16 +284,16 @@ class EngineClient:
                 observer.gained(track, len(output.token_ids), now)
             if output.finish is not None:
                 del tracks[output.id]
-                observer.ended(track, output, now)
+                observer.ended(track, output.finish.reason, now)
             track.stream.push(track.index, output)
         if message.snapshot is not None:
             observer.snapshot(message.snapshot)
 
 
 class _Connection(asyncio.Protocol):
-    def __init__(self, receive: Any, lost: asyncio.Future[None]) -> None:
+    def __init__(self, receive: Callable[[Any], None], gone: Callable[[], None]) -> None:
         self._receive = receive
-        self._lost = lost
+        self._gone = gone
         self._frames = Frames(FromEngine)
 
     def data_received(self, data: bytes) -> None:
@@ -275,8 +301,7 @@ class _Connection(asyncio.Protocol):
             self._receive(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if not self._lost.done():
-            self._lost.set_result(None)
+        self._gone()
 
 
 def _reap(process: subprocess.Popen[bytes]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from faser.server.engine_client import Track
-from faser.server.messages import Output, Snapshot
+from faser.server.messages import Snapshot
 from faser.types import FinishReason
 
 _MAX_SAMPLES = 4096  # of latencies kept for percentiles
@@ -77,9 +77,7 @@ class Figures:
         track.last = now
         track.num_tokens += num_tokens
 
-    def ended(self, track: Track, output: Output | None, now: float) -> None:
-        finish = output.finish if output is not None else None
-        reason = finish.reason if finish is not None else FinishReason.CANCELLED
+    def ended(self, track: Track, reason: FinishReason, now: float) -> None:
         self.ends[reason.value] += 1
         self.prompt_tokens += track.num_prompt
         self.prompt_sizes.add(track.num_prompt)
@@ -91,5 +89,5 @@ class Figures:
                 self.per_token.add(seconds)
                 self.recent_per_token.append((now, seconds))
 
-    def snapshot(self, snapshot: Snapshot) -> None:
+    def snapshot(self, snapshot: Snapshot | None) -> None:
         self.latest = snapshot

@@ -8,7 +8,7 @@ from time import monotonic
 
 from faser.config import NGRAM, EngineOptions
 from faser.engine import Engine
-from faser.errors import InvalidRequest
+from faser.errors import ConfigError, InvalidRequest
 from faser.grammar import ANY_OBJECT, shared_compiler
 from faser.models.source import DEFAULT_DRAFT, DEFAULT_HUB_NAME, open_target
 from faser.models.transformer import Transformer
@@ -55,7 +55,11 @@ def load(start: Start) -> Served:
 
 def _warm_up(engine: Engine, pair: LoadedPair) -> None:
     """What a process does only once is not the first client's to wait for: a first request, a first grammar."""
-    engine.add(Request(id="warm-up", prompt_token_ids=(0,) * 8, params=SamplingParams(max_tokens=4), seed=0))
+    room = engine.scheduler.limits.max_model_len
+    prompt, params = (0,) * max(1, min(8, room - 4)), SamplingParams(max_tokens=max(1, min(4, room - 1)))
+    if len(prompt) + params.max_tokens > room:
+        raise ConfigError(f"max_model_len={room}: a request needs a prompt token and an output token; give at least 2")
+    engine.add(Request(id="warm-up", prompt_token_ids=prompt, params=params, seed=0))
     while engine.has_work:
         engine.step()
     engine.stats = EngineStats()

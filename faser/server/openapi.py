@@ -39,7 +39,11 @@ def document() -> bytes:
                 "parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}],
             }
         },
-        "/health": {"get": _get("Whether requests are served", {"type": "object"})},
+        "/health": {
+            "get": _get(
+                "Whether requests are served", {"type": "object"}, {"503": _content("Not now", {"type": "object"})}
+            )
+        },
         "/metrics": {"get": {"summary": "Prometheus", "responses": {"200": _content("Metrics", {}, "text/plain")}}},
         "/dashboard": {"get": {"summary": "For people", "responses": {"200": _content("A page", {}, "text/html")}}},
         "/dashboard/data": {"get": _get("What the page draws", {"type": "object"})},
@@ -56,7 +60,14 @@ def document() -> bytes:
 def _generation(summary: str, body: Any, answer: Any, error: Any) -> dict[str, Any]:
     answered = _content("The answer, or with stream=true its parts as events", answer)
     answered["content"]["text/event-stream"] = {"schema": {"type": "string"}}
-    refusals = {"400": "What is wrong with the request", "404": "Another model", "413": "Too large", "503": "Busy"}
+    refusals = {
+        "400": "What is wrong with the request",
+        "401": "No valid key",
+        "404": "Another model",
+        "413": "Too large",
+        "500": "The request failed",
+        "503": "Busy, starting or ending: try again",
+    }
     return {
         "summary": summary,
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},

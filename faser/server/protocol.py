@@ -19,6 +19,8 @@ from faser.types import MAX_LOGPROBS, Grammar, SamplingParams
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 256  # characters; the text is searched for them with every token
+MAX_MESSAGES = 4096
 MAX_BIASED_TOKENS = 1024
 
 _UNSUPPORTED = {
@@ -99,6 +101,9 @@ class StructuredOutputs(_Request, frozen=True):
     regex: str
 
 
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
+
+
 class _Sampled(_Request, frozen=True, kw_only=True):
     """The fields that completions and chat share. None is: not given."""
 
@@ -108,7 +113,7 @@ class _Sampled(_Request, frozen=True, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: str | Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     max_tokens: Annotated[int, Meta(ge=1, le=2**31)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
@@ -119,7 +124,7 @@ class _Sampled(_Request, frozen=True, kw_only=True):
     # what OpenAI has not: vLLM's names where it has one, and max_draft
     top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
     stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_BIASED_TOKENS)] | None = None
     ignore_eos: bool | None = None
@@ -154,6 +159,11 @@ class _Sampled(_Request, frozen=True, kw_only=True):
             "max_draft": self.max_draft,
             "grammar": self.grammar(),
         }
+        grammar = given["grammar"]
+        if grammar is not None and (self.min_tokens or self.ignore_eos):
+            other = "min_tokens" if self.min_tokens else "ignore_eos"
+            message = f"{other} does not go with a constrained output, which ends when it is whole; remove it"
+            raise ApiError(400, message, param=other)
         try:
             return SamplingParams(max_tokens=max_tokens, **{k: v for k, v in given.items() if v is not None})
         except InvalidRequest as error:
@@ -200,36 +210,47 @@ class CompletionRequest(_Sampled, frozen=True, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
 
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self, most_tokens: int) -> list[str | list[int]]:
         """One or more prompts: a text, a list of texts, the ids of one, or a list of those."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
-        if prompt and all(isinstance(part, int) for part in prompt):
-            return [[part for part in prompt if isinstance(part, int)]]
+        is_one = bool(prompt) and isinstance(prompt[0], int)
+        most = most_tokens if is_one else MAX_CHOICES
+        if len(prompt) > most:
+            what = "tokens in the prompt" if is_one else "prompts in one request"
+            raise ApiError(
+                400, f"prompt: {len(prompt)} {what}; send at most {most}", param="prompt",
+                code="context_length_exceeded" if is_one else None,
+            )  # fmt: skip
+        ids = [part for part in prompt if isinstance(part, int)]
         texts = [part for part in prompt if isinstance(part, str)]
         lists = [part for part in prompt if isinstance(part, list)]
-        if not prompt or (len(texts) != len(prompt) and len(lists) != len(prompt)):
+        if not prompt or len(prompt) not in (len(ids), len(texts), len(lists)):
             raise ApiError(
                 400, "prompt: expected a text, a list of texts, a list of token ids, or a list of such lists",
                 param="prompt",
             )  # fmt: skip
-        if len(prompt) > MAX_CHOICES:
-            raise ApiError(400, f"prompt: {len(prompt)} prompts in one request; send at most {MAX_CHOICES}",
-                           param="prompt")  # fmt: skip
-        return [*texts, *lists]
+        return [ids] if ids else [*texts, *lists]
 
 
-class TextPart(_Request, frozen=True):
+class TextPart(msgspec.Struct, frozen=True):
+    """Parts of other types have other fields, and are refused by their type."""
+
     type: str
     text: str | None = None
 
 
 class Message(_Request, frozen=True, kw_only=True):
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Meta(max_length=MAX_MESSAGES)] | None = None
     name: str | None = None
     refusal: str | None = None  # what our own answers carry: they come back in the next turn
+    # what the official client adds to them
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: None = None
 
     def plain(self, index: int) -> dict[str, Any]:
         """As a template takes it."""
@@ -237,7 +258,8 @@ class Message(_Request, frozen=True, kw_only=True):
         content = self.content
         if isinstance(content, list):
             if any(part.type != "text" or part.text is None for part in content):
-                raise ApiError(400, f"{param}: only parts of type text are served", param=param)
+                other = next((part.type for part in content if part.type != "text"), "text without a text")
+                raise ApiError(400, f"{param}: a part of type {other[:100]!r}; only text is served", param=param)
             content = "\n".join(part.text for part in content if part.text is not None)
         if content is None:
             raise ApiError(400, f"{param}: expected a text", param=param)
@@ -246,7 +268,7 @@ class Message(_Request, frozen=True, kw_only=True):
 
 
 class ChatRequest(_Sampled, frozen=True, kw_only=True):
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -280,9 +302,12 @@ def parse(body: bytes, type_: type[Body]) -> Body:
     for name in [name for name in raw if name not in known]:
         _refuse_unless_neutral(name, raw.pop(name), known)
     try:
-        return msgspec.convert(raw, type_)
+        request = msgspec.convert(raw, type_)
     except (msgspec.ValidationError, RecursionError) as error:
         raise _invalid_field(str(error)) from None
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options is only for streams: set stream to true", param="stream_options")
+    return request
 
 
 def _refuse_unless_neutral(name: str, value: Any, known: set[str]) -> None:
@@ -291,7 +316,7 @@ def _refuse_unless_neutral(name: str, value: Any, known: set[str]) -> None:
     if name in _UNSUPPORTED:
         message, code = f"{name} is not supported: {_UNSUPPORTED[name]}", "unsupported_field"
     else:
-        close = difflib.get_close_matches(name, known, n=1)
+        close = difflib.get_close_matches(name[:100], known, n=1)
         message = f"unknown field {name[:100]!r}: " + (f"did you mean {close[0]}?" if close else "remove it")
         code = "unknown_field"
     raise ApiError(400, message, param=name[:100], code=code)
@@ -302,6 +327,8 @@ _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 
 def _invalid_field(message: str) -> ApiError:
     """From msgspec's words ("Expected `int`, got `str` - at `$.n`") to ours."""
+    if len(message) > 1000:  # it repeats what was sent
+        return ApiError(400, f"{message[:200]} …", code="invalid_value")
     found = _PATH.search(message)
     param = found.group(1) if found is not None else None
     text = _PATH.sub("", message)
@@ -320,7 +347,7 @@ def _token_keys(bias: dict[str, float] | None) -> dict[int, float] | None:
     if bias is None:
         return None
     for key in bias:
-        if not (key.isascii() and key.isdigit()):
+        if not (key.isascii() and key.isdigit() and len(key) < 20):
             raise ApiError(400, f"logit_bias: {key[:100]!r} is no token id", param="logit_bias")
     return {int(key): value for key, value in bias.items()}
 

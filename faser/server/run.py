@@ -25,6 +25,7 @@ from faser.errors import ConfigError, EngineError
 from faser.server.app import Api
 from faser.server.engine_client import EngineClient
 from faser.server.figures import Figures
+from faser.server.http import HttpProtocol
 from faser.server.messages import About
 
 log = logging.getLogger("faser.server")
@@ -52,7 +53,7 @@ class _Server:
         self._api = Api(options, self._engine, figures)
         config = uvicorn.Config(
             self._api.app(),
-            http="httptools",
+            http=HttpProtocol,
             lifespan="off",
             log_config=None,
             log_level="warning",
@@ -116,6 +117,7 @@ class _Server:
         while True:
             await asyncio.sleep(1)
             self._api.dashboard.tick()
+            self._engine.check_alive()
 
 
 class _Http(uvicorn.Server):

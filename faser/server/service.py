@@ -9,8 +9,12 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from threading import Thread
+from typing import Any
 
 from faser.chat import ChatTemplate
 from faser.config import ServerOptions
@@ -26,7 +30,8 @@ from faser.types import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; chat goes on to the end of the context
 MAX_RETRY_SECONDS = 60
-_LONG_TEXT = 16_384  # characters; longer ones are tokenised beside the event loop
+GRAMMAR_SECONDS = 5.0  # to compile one; those that are not refused beforehand take milliseconds
+_LONG_TEXT = 16_384  # characters; more are rendered and tokenised beside the event loop
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd: the choices of one request have distinct seeds
 
 
@@ -77,80 +82,95 @@ class Service:
             raise _busy("the server is shutting down", 1)
         if about is None or self._engine.state is not State.READY:
             raise _busy(f"the engine is {self._engine.state.value}; try again in a moment", 2)
-        if self._served is None or self._served.about != about:
+        if self._served is None or self._served.about is not about:
             self._served = Served(about)
         return self._served
 
     # ── the two kinds of request ─────────────────────────────────────────────────────────────────────────────────────
 
     async def complete(self, request: CompletionRequest, arrived: float) -> Call:
-        served = self.served()
-        _check_model(request.model, served.about)
+        served = self._admitting(request)
         if request.echo and request.logprobs is not None:
             raise ApiError(400, "echo with logprobs would need those of the prompt, which are not reported; give one",
                            param="echo")  # fmt: skip
-        prompts = [await self._prompt_ids(prompt, served) for prompt in request.prompts()]
+        given = request.prompts(self._max_prompt(served.about))
+        if sum(len(prompt) for prompt in given if isinstance(prompt, str)) > _LONG_TEXT:
+            prompts = await asyncio.to_thread(lambda: [self._prompt_ids(prompt, served) for prompt in given])
+        else:
+            prompts = [self._prompt_ids(prompt, served) for prompt in given]
         longest = max(map(len, prompts))
-        limit = self._output_limit(served.about, longest, request.max_tokens or DEFAULT_COMPLETION_TOKENS,
-                                   "prompt", request.max_tokens is not None)  # fmt: skip
+        asked = request.max_tokens
+        limit = self._output_limit(served.about, longest, asked, DEFAULT_COMPLETION_TOKENS, "prompt", "max_tokens")
         params = await self._params(request.sampling(limit, request.logprobs), served)
         echo = None
         if request.echo:
-            echo = [_echoed(p, served) for p in request.prompts() for _ in range(request.num_choices)]
+            echo = [_echoed(prompt, served) for prompt in given for _ in range(request.num_choices)]
         answerer = CompletionAnswerer(served.about.model, served.tokenizer, request.logprobs is not None, echo)
         return self._submit(request, prompts, params, answerer, served, arrived)
 
     async def chat(self, request: ChatRequest, arrived: float) -> Call:
-        served = self.served()
-        _check_model(request.model, served.about)
-        prompt = await self._chat_ids(request, served)
+        served = self._admitting(request)
+        messages = request.plain_messages()
+        if sum(len(message["content"]) for message in messages) > _LONG_TEXT:
+            prompt = await asyncio.to_thread(self._chat_ids, messages, served)
+        else:
+            prompt = self._chat_ids(messages, served)
         num_logprobs = request.num_logprobs
-        asked = request.asked_tokens
-        limit = self._output_limit(served.about, len(prompt), asked or served.about.max_tokens, "messages",
-                                   asked is not None)  # fmt: skip
+        field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        most = served.about.max_tokens
+        limit = self._output_limit(served.about, len(prompt), request.asked_tokens, most, "messages", field)
         params = await self._params(request.sampling(limit, num_logprobs), served)
         answerer = ChatAnswerer(served.about.model, served.tokenizer, num_logprobs is not None)
         return self._submit(request, [prompt], params, answerer, served, arrived)
 
+    def _admitting(self, request: CompletionRequest | ChatRequest) -> Served:
+        """What is served, if there is room at all: a full server need not read prompts."""
+        served = self.served()
+        _check_model(request.model, served.about)
+        self._check_room(request.num_choices, served.about)
+        return served
+
     # ── prompts ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _prompt_ids(self, prompt: str | list[int], served: Served) -> list[int]:
+    def _prompt_ids(self, prompt: str | list[int], served: Served) -> list[int]:
         if isinstance(prompt, str):
-            return await self._encode(prompt, served, "prompt", add_special_tokens=True)
+            return self._encode(prompt, served, "prompt", add_special_tokens=True)
         vocab_size = served.about.vocab_size
         unknown = next((token for token in prompt if token >= vocab_size), None)
         if unknown is not None:
             raise ApiError(400, f"prompt: {unknown} is no token id; expected 0 to {vocab_size - 1}", param="prompt")
         return self._check_size(prompt, served.about, "prompt")
 
-    async def _chat_ids(self, request: ChatRequest, served: Served) -> list[int]:
+    def _chat_ids(self, messages: list[dict[str, Any]], served: Served) -> list[int]:
         if served.template is None:
             raise ApiError(
                 400,
                 "the model has no chat template; use /v1/completions, or start the server with --chat-template FILE",
                 param="messages",
             )
+        self._check_length(sum(len(message["content"]) for message in messages), served, "messages")
         try:
-            text = served.template.render(request.plain_messages())
+            text = served.template.render(messages)
         except InvalidRequest as error:
             raise ApiError(400, str(error), param="messages") from None
-        return await self._encode(text, served, "messages", add_special_tokens=False)
+        return self._encode(text, served, "messages", add_special_tokens=False)
 
-    async def _encode(self, text: str, served: Served, param: str, *, add_special_tokens: bool) -> list[int]:
-        tokenizer = served.tokenizer
-        if tokenizer is None:
-            raise ApiError(400, f"{param}: the model has no tokenizer; send token ids to /v1/completions", param=param)
-        most = self._max_prompt(served.about) * tokenizer.longest_token
-        if len(text) > most:  # surely too long; not worth tokenising to know by how much
-            raise _too_long(f"{len(text)} characters", f"at most {most}", param)
+    def _encode(self, text: str, served: Served, param: str, *, add_special_tokens: bool) -> list[int]:
+        tokenizer = self._check_length(len(text), served, param)
         try:
-            if len(text) > _LONG_TEXT:
-                token_ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
-            else:
-                token_ids = tokenizer.encode(text, add_special_tokens)
+            token_ids = tokenizer.encode(text, add_special_tokens)
         except InvalidRequest as error:
             raise ApiError(400, f"{param}: {error}", param=param) from None
         return self._check_size(token_ids, served.about, param)
+
+    def _check_length(self, num_characters: int, served: Served, param: str) -> Tokenizer:
+        """A text that is surely too long is not worth tokenising to know by how much."""
+        if served.tokenizer is None:
+            raise ApiError(400, f"{param}: the model has no tokenizer; send token ids to /v1/completions", param=param)
+        most = self._max_prompt(served.about) * served.tokenizer.longest_token
+        if num_characters > most:
+            raise _too_long(f"{num_characters} characters", f"at most {most}", param)
+        return served.tokenizer
 
     def _max_prompt(self, about: About) -> int:
         return min(self._options.max_prompt_tokens or about.max_tokens, about.max_tokens - 1)
@@ -163,20 +183,22 @@ class Service:
             raise _too_long(f"{len(token_ids)} tokens", f"{most}", param)
         return token_ids
 
-    def _output_limit(self, about: About, num_prompt: int, wanted: int, param: str, asked: bool) -> int:
-        """Output tokens: as asked, or as many as fit where nothing was asked."""
+    def _output_limit(
+        self, about: About, num_prompt: int, asked: int | None, default: int, param: str, field: str
+    ) -> int:
+        """Output tokens: as asked, or as many as fit of the default."""
         room = about.max_tokens - num_prompt
-        if not asked:
-            return min(wanted, room)
-        if wanted > room:
+        if asked is None:
+            return min(default, room)
+        if asked > room:
             raise ApiError(
                 400,
-                f"{param} of {num_prompt} tokens and max_tokens {wanted} make {num_prompt + wanted}; the server takes "
-                f"{about.max_tokens}: lower max_tokens or shorten the {param}",
-                param="max_tokens",
+                f"{param} of {num_prompt} tokens and {field} {asked} make {num_prompt + asked}; the server takes "
+                f"{about.max_tokens}: lower {field} or shorten the {param}",
+                param=field,
                 code="context_length_exceeded",
             )
-        return wanted
+        return asked
 
     # ── parameters and admission ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -199,9 +221,11 @@ class Service:
         if grammars is None or params.grammar is None:
             raise ApiError(400, f"{param}: the model has no tokenizer; remove it", param=param)
         try:
-            await asyncio.to_thread(grammars.check, params.grammar, params.stop_token_ids)
+            await asyncio.wait_for(_in_thread(grammars.check, params.grammar, params.stop_token_ids), GRAMMAR_SECONDS)
         except InvalidRequest as error:
             raise ApiError(400, f"{param}: {error}", param=param) from None
+        except TimeoutError:
+            raise ApiError(400, f"{param}: takes too long to compile; give a simpler one", param=param) from None
 
     def _submit(
         self,
@@ -245,6 +269,28 @@ class Service:
 
     def cancel(self, call: Call) -> None:
         self._engine.cancel(call.tracks)
+
+
+async def _in_thread(function: Callable[..., None], *args: Any) -> None:
+    """In a thread of its own that nobody waits for, neither a later request nor the end of the process."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def finish(error: BaseException | None) -> None:
+        if not done.done():
+            done.set_result(None) if error is None else done.set_exception(error)
+
+    def run() -> None:
+        failed: BaseException | None = None
+        try:
+            function(*args)
+        except Exception as error:
+            failed = error
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(finish, failed)
+
+    Thread(target=run, daemon=True).start()
+    await done
 
 
 def _seeds(params: SamplingParams, number: int) -> list[int]:

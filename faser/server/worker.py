@@ -60,6 +60,8 @@ class Worker:
         self._engine = served.engine
         self._tokenizer = served.tokenizer
         self._connection = connection
+        self._poll = select.poll()  # not select(): a busy server hands down a descriptor beyond 1023
+        self._poll.register(connection, select.POLLIN)
         self._frames = Frames(ToEngine)
         self._clock = clock
         self._last_snapshot = float("-inf")
@@ -105,7 +107,7 @@ class Worker:
     def _receive(self, timeout: float | None) -> bool:
         """Take in what arrived, waiting up to `timeout` seconds (None: for ever) for it; whether anything did."""
         arrived = False
-        while self._open and select.select([self._connection], [], [], timeout)[0]:
+        while self._open and self._poll.poll(None if timeout is None else 1e3 * timeout):
             data = self._connection.recv(_READ_BYTES)
             self._open, arrived, timeout = bool(data), True, 0
             for message in self._frames.feed(data):

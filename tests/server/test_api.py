@@ -279,7 +279,7 @@ REFUSED = {
     "a bias on nothing": ({"prompt": "a", "logit_bias": {"fox": 1}}, "logit_bias"),
     "a bias beyond the vocabulary": ({"prompt": "a", "logit_bias": {"320": 1}}, "logit_bias"),
     "too many logprobs": ({"prompt": "a", "logprobs": MAX_LOGPROBS + 1}, "logprobs"),
-    "an empty stop": ({"prompt": "a", "stop": [""]}, "stop"),
+    "an empty stop": ({"prompt": "a", "stop": [""]}, "stop[0]"),
     "echo with logprobs": ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
     "a bad regex": ({"prompt": "a", "structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
     "a bad schema": (
@@ -287,8 +287,24 @@ REFUSED = {
         "response_format",
     ),
     "an unknown format": ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format.type"),
+    "a bias on an endless number": ({"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    "a long stop": ({"prompt": "a", "stop": "x" * 300}, "stop"),
+    "too many ids": ({"prompt": [70] * 600}, "prompt"),
+    "too many prompts": ({"prompt": ["a"] * 200}, "prompt"),
+    "options of no stream": ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+    "a costly schema": (
+        {
+            "prompt": "a",
+            "response_format": {"type": "json_schema", "json_schema": {"schema": {"multipleOf": 999979}}},
+        },
+        "response_format",
+    ),
+    "a constrained output that must not end": (
+        {"prompt": "a", "response_format": {"type": "json_object"}, "ignore_eos": True},
+        "ignore_eos",
+    ),
     "an unknown option": ({"prompt": "a", "stream_options": {"fast": True}}, "stream_options.fast"),
-    "half a character": ({"prompt": "a", "n": 1e400}, None),
+    "no number": ({"prompt": "a", "n": 1e400}, None),
 }
 
 
@@ -308,6 +324,14 @@ def test_a_bad_request_is_refused_with_the_name_of_the_field(server, name):
 CHAT_REFUSED = {
     "no messages": ({"messages": []}, "messages"),
     "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+    "a real image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
+        "messages[0].content",
+    ),
+    "more than fits": (
+        {"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 9999},
+        "max_completion_tokens",
+    ),
     "no content": ({"messages": [{"role": "user"}]}, "messages[0].content"),
     "tools": ({"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}, "tools"),
     "top_logprobs alone": ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, "top_logprobs"),
@@ -334,6 +358,18 @@ def test_what_is_not_json_or_not_there_is_refused_in_the_envelope(server):
     assert server.post("/v1/completions", {"prompt": "a", "model": "other"})[0] == 404
     assert server.get("/v1/nothing")[1]["error"]["message"]
     assert server.get("/v1/completions")[0] == 405
+
+
+def test_an_answer_s_message_can_be_sent_back_as_the_client_dumps_it(client):
+    answer = chat(client, max_tokens=3, temperature=0, ignore_eos=True).choices[0].message
+    messages = [{"role": "user", "content": "the fox"}, answer.model_dump(), {"role": "user", "content": "and"}]
+    assert chat(client, messages=messages, max_tokens=2, temperature=0).usage.completion_tokens
+
+
+def test_a_compressed_body_is_refused_by_its_encoding(server):
+    status, answer = server.post("/v1/completions", b"x", {"Content-Encoding": "gzip"})
+    assert status == 415
+    assert "gzip" in answer["error"]["message"]
 
 
 def test_the_client_raises_the_error_by_its_status(client):

@@ -10,9 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from faser.server.dashboard import Dashboard, describe
 from faser.server.engine_client import Stream, Track
 from faser.server.figures import Figures, Histogram
-from faser.server.messages import Output, Snapshot
+from faser.server.messages import Snapshot
 from faser.server.metrics import PrometheusText
-from faser.types import Finish, FinishReason, Stats
+from faser.types import FinishReason
 
 NOW = 1000.0
 
@@ -28,8 +28,8 @@ def about():
                            num_pages=10, page_size=16, kv_tokens=160)  # fmt: skip
 
 
-def engine(**fields):
-    return SimpleNamespace(about=about(), state="ready", num_restarts=0, **fields)
+def engine():
+    return SimpleNamespace(about=about(), state="ready", num_restarts=0)
 
 
 def test_a_histogram_counts_each_value_below_its_bound():
@@ -45,7 +45,7 @@ def test_latency_is_per_token_however_tokens_are_grouped():
     figures.gained(track, 1, 10.5)
     figures.gained(track, 4, 12.5)
     figures.gained(track, 1, 13.0)
-    figures.ended(track, Output("1", [], None, Finish(FinishReason.STOP, Stats())), 13.0)
+    figures.ended(track, FinishReason.STOP, 13.0)
     buckets, total = figures.between_tokens.buckets()
     assert (buckets[-1][1], total) == (5, 2.5)
     assert figures.first_token.buckets()[1] == 0.5
@@ -56,7 +56,7 @@ def test_latency_is_per_token_however_tokens_are_grouped():
 
 def test_a_request_given_up_counts_as_cancelled_and_not_as_a_latency():
     figures = Figures()
-    figures.ended(Track("1", 0, 10.0, 5, Stream()), None, 99.0)
+    figures.ended(Track("1", 0, 10.0, 5, Stream()), FinishReason.CANCELLED, 99.0)
     assert figures.ends == {"cancelled": 1}
     assert figures.whole.buckets()[0][-1][1] == 0
 
@@ -141,12 +141,14 @@ def test_the_dashboard_s_history_holds_rates_between_seconds(monkeypatch):
     assert data["lengths"] == [5, 0, 15]
 
 
-def test_an_engine_started_again_does_not_make_negative_rates():
-    figures = Figures()
-    board = Dashboard(figures, engine())
+@pytest.mark.parametrize("steps", [1, 1000])
+def test_an_engine_started_again_does_not_make_negative_rates(steps):
+    figures, client = Figures(), engine()
+    board = Dashboard(figures, client)
     figures.snapshot(snapshot(steps=100, accepted=50, step_seconds=3.0))
     board.tick()
-    figures.snapshot(snapshot(steps=1, accepted=1, step_seconds=0.1))
+    client.num_restarts = 1
+    figures.snapshot(snapshot(steps=steps, accepted=1, step_seconds=0.1))
     board.tick()
     history = board.data("ready")["history"]
     assert history["accepted_rate"][-1] == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -94,6 +95,55 @@ def test_a_client_that_leaves_frees_its_pages(paced):
         assert server.complete(prompt="a", max_tokens=1)["choices"]
         assert server.stop() == 0
         assert "Traceback" not in server.log
+
+
+def test_a_client_that_pipelines_and_leaves_is_noticed_too(paced):
+    with paced() as server:
+        body = json.dumps(FOREVER).encode()
+        one = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(one * 2)
+            eventually(lambda: server.metric("vllm:num_requests_running") == 1, "the first runs")
+        eventually(lambda: is_idle(server), "its pages are free")
+
+
+def test_endless_headers_are_refused(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(
+            b"GET /health HTTP/1.1\r\n" + b"".join(b"X-%d: %b\r\n" % (i, b"y" * 500) for i in range(200))
+        )
+        assert connection.recv(100).startswith(b"HTTP/1.1 400")
+
+
+def test_a_hung_engine_is_killed_and_its_requests_get_an_error(paced):
+    with paced("--engine-timeout", "1") as server, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(server.post, "/v1/completions", FOREVER)
+        eventually(lambda: server.metric("vllm:num_requests_running") == 1, "the request runs")
+        os.kill(server.engine_id, signal.SIGSTOP)
+        status, answer = waiting.result()
+        assert (status, answer["error"]["code"]) == (503, "engine_failed")
+        eventually(lambda: server.get("/health")[0] == 200, "a new engine is up")
+        assert server.complete(prompt="a", max_tokens=2)["choices"]
+        ends = server.get("/dashboard/data")[1]["requests"]
+        assert (ends["failed"], ends["cancelled"]) == (1, 0)
+
+
+def test_an_engine_can_be_started_again_behind_a_thousand_connections(paced):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4096:
+        pytest.skip("needs 4096 file descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+    with paced() as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        idle = [socket.create_connection((host, int(port))) for _ in range(1100)]
+        try:
+            os.kill(server.engine_id, signal.SIGKILL)
+            eventually(lambda: server.get("/health") == (200, {**HEALTH, "engine_restarts": 1}), "a new engine is up")
+        finally:
+            for connection in idle:
+                connection.close()
 
 
 # ── a full house ─────────────────────────────────────────────────────────────────────────────────────────────────────

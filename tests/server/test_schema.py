@@ -47,8 +47,12 @@ def statuses(server, operation, mode, examples, adjust=lambda body: None) -> Cou
 
 
 def name_what_is_served(body) -> None:
-    """Most bodies ask for some other model, or more tokens than there are, and would go no further."""
-    body.pop("model", None)
+    """Most bodies ask for some other model, more tokens than there are or no text, and would go no further."""
+    for name in ("model", "logit_bias", "stream_options", "structured_outputs"):
+        body.pop(name, None)
+    for message in body.get("messages", []):
+        if not isinstance(message.get("content"), str):
+            message["content"] = "the fox"
     for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
         if isinstance(body.get(name), int):
             body[name] = min(body[name], 8)

@@ -23,10 +23,11 @@ WINDOW_SECONDS = 60.0  # of percentiles and shares
 class _Point:
     """One second of the past."""
 
-    __slots__ = ("monotonic", "output_tokens", "snapshot", "time")
+    __slots__ = ("monotonic", "num_restarts", "output_tokens", "snapshot", "time")
 
-    def __init__(self, figures: Figures) -> None:
+    def __init__(self, figures: Figures, num_restarts: int) -> None:
         self.time, self.monotonic = time(), monotonic()
+        self.num_restarts = num_restarts  # totals of two engines are not to be subtracted
         self.output_tokens = figures.output_tokens
         self.snapshot = figures.latest
 
@@ -38,11 +39,11 @@ class Dashboard:
         self._figures = figures
         self._engine = engine
         self._started = monotonic()
-        self._points: deque[_Point] = deque([_Point(figures)], maxlen=HISTORY_SECONDS + 1)
+        self._points: deque[_Point] = deque([_Point(figures, engine.num_restarts)], maxlen=HISTORY_SECONDS + 1)
 
     def tick(self) -> None:
         """Once a second."""
-        self._points.append(_Point(self._figures))
+        self._points.append(_Point(self._figures, self._engine.num_restarts))
 
     def data(self, state: str) -> dict[str, Any]:
         minute = self._minute()
@@ -119,10 +120,10 @@ class Dashboard:
     def _snapshot_before(self, seconds: float) -> Snapshot | None:
         """Where the engine stood so long ago; None if it has not run for so long, or was started again since."""
         latest, since = self._figures.latest, monotonic() - seconds
-        before = next((p.snapshot for p in reversed(self._points) if p.monotonic <= since), None)
-        if before is None or latest is None or before.steps > latest.steps:
+        before = next((point for point in reversed(self._points) if point.monotonic <= since), None)
+        if before is None or latest is None or before.num_restarts != self._engine.num_restarts:
             return None
-        return before
+        return before.snapshot
 
     def _recent(self, name: str, seconds: float) -> list[int]:
         before = self._snapshot_before(seconds)
@@ -194,7 +195,7 @@ def _between(before: _Point, after: _Point) -> dict[str, Any]:
     if now is None:
         return row
     row |= {"running": now.running, "waiting": now.waiting, "kv_used": now.pages_held}
-    if was is None or was.steps > now.steps:
+    if was is None or before.num_restarts != after.num_restarts:
         return row
     steps, decoded = now.steps - was.steps, sum(now.lengths) - sum(was.lengths)
     if steps:
