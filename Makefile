@@ -33,7 +33,7 @@ check: setup
 	$(BIN)/mypy
 
 test: setup
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --dist loadfile
 
 test-gpu: setup
 	$(BIN)/pytest -m gpu
