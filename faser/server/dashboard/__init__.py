@@ -47,15 +47,16 @@ class Dashboard:
 
     def data(self, state: str) -> dict[str, Any]:
         minute = self._minute()
+        lengths = _difference(self._recent("lengths", 3), self._latest("lengths"))
+        verified = _difference(minute.get("verified", []), self._latest("verified_per_position"))
+        accepted = _difference(minute.get("accepted", []), self._latest("accepted_per_position"))
+        num_positions = sum(count > 0 for count in verified)  # a later position is verified no more often
         return {
             "server": self._server(state),
             "now": self._now(),
             "history": self._history(),
-            "lengths": _difference(self._recent("lengths", 3), self._latest("lengths")),
-            "positions": {
-                "verified": _difference(minute.get("verified", []), self._latest("verified_per_position")),
-                "accepted": _difference(minute.get("accepted", []), self._latest("accepted_per_position")),
-            },
+            "lengths": lengths if any(lengths) else [],  # shares of nothing are none
+            "positions": {"verified": verified[:num_positions], "accepted": accepted[:num_positions]},
             "drafted": {"minute": self._drafted(self._snapshot_before(WINDOW_SECONDS)), "total": self._drafted(None)},
             "requests": self._requests(),
         }
