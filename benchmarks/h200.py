@@ -839,7 +839,6 @@ def drafting_model(draft: Any, rows: int, max_context: int, steps: int) -> Any:
         slots,
         max_requests=rows,
         max_rows=2 * rows,
-        max_wanted=2 * rows,
         max_context=max_context,
         page_size=PAGE_SIZE,
         writes=True,

@@ -20,8 +20,6 @@ class LastStep:
     num_decoding: int  # requests that emitted tokens
     num_drafting: int  # of these, those that drafted
     drafted: int
-    seconds: float
-    predicted: float | None  # None: nothing to predict from yet
     speculating_changed: float  # on the engine's clock, when speculation was last switched on or off
 
 
@@ -74,11 +72,9 @@ class EngineStats:
         if result.num_verified.any():
             self.verified_per_position = _add_positions(self.verified_per_position, result.num_verified)
             self.accepted_per_position = _add_positions(self.accepted_per_position, result.num_accepted)
-        self._record_lengths(plan, result, ended, ended - started, predicted)
+        self._record_lengths(plan, result, ended, ended - started)
 
-    def _record_lengths(
-        self, plan: StepPlan, result: StepResult, ended: float, seconds: float, predicted: float | None
-    ) -> None:
+    def _record_lengths(self, plan: StepPlan, result: StepResult, ended: float, seconds: float) -> None:
         samples = plan.samples
         num_decoding, num_drafting = int(samples.sum()), int((result.num_drafted > 0).sum())
         if not num_decoding:
@@ -89,7 +85,7 @@ class EngineStats:
         was = self.last
         changed = ended if was is None or (was.num_drafting > 0) != (num_drafting > 0) else was.speculating_changed
         drafted = int(result.num_drafted.sum())
-        self.last = LastStep(num_decoding, num_drafting, drafted, seconds, predicted, changed)
+        self.last = LastStep(num_decoding, num_drafting, drafted, changed)
 
     @property
     def pruned(self) -> int:

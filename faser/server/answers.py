@@ -86,13 +86,11 @@ class Piece(NamedTuple):
 
 
 class Choice:
-    def __init__(self, index: int, num_prompt: int, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
+    def __init__(self, index: int, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
         self.index = index
-        self.num_prompt = num_prompt
         self.finish: Finish | None = None
         self.num_tokens = 0
         self._text = ChoiceText(tokenizer, params)
-        self._wants_logprobs = params.logprobs is not None
 
     def feed(self, outputs: Iterable[Output]) -> Piece:
         """Take what arrived together. A failed choice fails the whole answer."""

@@ -139,10 +139,6 @@ class EngineClient:
         """Choices that run or wait."""
         return len(self._tracks)
 
-    @property
-    def process_id(self) -> int | None:
-        return self._process.pid if self._process is not None else None
-
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def submit(

@@ -126,8 +126,6 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     last_decoding: int
     last_drafting: int
     last_drafted: int
-    last_seconds: float | None
-    last_predicted: float | None
     speculating_changed: float | None
 
 

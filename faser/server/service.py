@@ -244,7 +244,7 @@ class Service:
             stream, tracks = self._engine.submit(asked, [*ends, *params.stop_token_ids], arrived)
         except EngineGone as error:
             raise _busy(str(error), 2) from None
-        choices = [Choice(i, len(p), served.tokenizer, params) for i, (p, _, _) in enumerate(asked)]
+        choices = [Choice(index, served.tokenizer, params) for index in range(len(asked))]
         sizes = [len(prompt) for prompt in prompts]
         return Call(stream, tracks, choices, answerer, sizes, bool(request.stream), request.includes_usage)
 

@@ -188,8 +188,6 @@ def take_snapshot(engine: Engine, now: float, step_failures: int = 0) -> Snapsho
         last_decoding=last.num_decoding if last is not None else 0,
         last_drafting=last.num_drafting if last is not None else 0,
         last_drafted=last.drafted if last is not None else 0,
-        last_seconds=last.seconds if last is not None else None,
-        last_predicted=last.predicted if last is not None else None,
         speculating_changed=last.speculating_changed if last is not None else None,
     )
 

@@ -62,21 +62,21 @@ def test_a_stop_string_is_never_shown_not_even_its_beginning(tokenizer, data):
 
 
 def test_the_token_that_ended_a_choice_is_counted_and_not_shown(tokenizer):
-    choice = Choice(0, 3, tokenizer, SamplingParams(logprobs=0))
+    choice = Choice(0, tokenizer, SamplingParams(logprobs=0))
     logprobs = [TokenLogprobs(token, -1.0, ()) for token in (70, 2)]
     piece = choice.feed([Output("1", [70, 2], logprobs, finish(FinishReason.STOP, stop_id=2))])
     assert (piece.text, piece.finish_reason, len(piece.logprobs), choice.num_tokens) == ("d", "stop", 1, 2)
 
 
 def test_a_failed_choice_fails_the_answer_with_its_reason(tokenizer):
-    choice = Choice(0, 3, tokenizer, SamplingParams())
+    choice = Choice(0, tokenizer, SamplingParams())
     with pytest.raises(ApiError, match="overflow") as failed:
         choice.feed([Output("1", [], None, finish(FinishReason.FAILED, error="overflow"))])
     assert failed.value.status == 500
 
 
 def test_usage_counts_a_prompt_once_and_outputs_each():
-    choices = [Choice(i, 5, None, SamplingParams()) for i in range(4)]
+    choices = [Choice(i, None, SamplingParams()) for i in range(4)]
     for choice in choices:
         choice.feed([Output("1", [70] * 7, None, finish())])
     usage = count_usage([5, 6], choices)

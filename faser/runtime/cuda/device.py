@@ -13,11 +13,11 @@ from faser.runtime.cuda.executor import CudaExecutor
 from faser.runtime.cuda.model import ROW_BUCKETS, CudaModel
 from faser.runtime.cuda.sampling import Slots
 from faser.runtime.device import Parts
+from faser.runtime.drafter import NgramDrafter
 
 log = logging.getLogger("faser.engine")
 
 RESERVED_BYTES = 3 * 2**29  # for graphs, compiled kernels and what one eager forward allocates
-MAX_WANTED = 2048  # rows sampled from in one step
 
 
 class CudaDevice:
@@ -54,7 +54,6 @@ class CudaDevice:
                 slots,
                 max_requests=limits.max_running,
                 max_rows=limits.max_batch_tokens,
-                max_wanted=min(MAX_WANTED, limits.max_batch_tokens),
                 max_context=limits.max_model_len,
                 page_size=parts.page_size,
                 writes=writes,
@@ -73,7 +72,7 @@ class CudaDevice:
             slots,
             parts.sampler,
             parts.history.numpy(),
-            uses_ngrams=parts.uses_ngrams,
+            ngrams=NgramDrafter(parts.history) if parts.uses_ngrams else None,
             max_length=parts.max_length,
             acceptance=acceptance,
             runs_ahead=self.runs_ahead,

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from faser.ngram import lookup
 from faser.progress import Update
 from faser.runtime.cuda.filters import Filters, logprobs, send, unpack_logprobs
 from faser.runtime.cuda.model import ROW_BUCKETS, CudaModel, Shape, first_draft, next_draft, verification
 from faser.runtime.cuda.sampling import FIRST_TOKEN, Choices, Slots, inverse_temperature, judge, mixed_seed, sample
+from faser.runtime.drafter import NgramDrafter
 from faser.runtime.sampling import Sampler
 from faser.runtime.verifier import BROKEN
 from faser.types import (
@@ -36,8 +36,6 @@ from faser.types import (
 )
 
 FILTERED_LOGITS = 1 << 22  # logits filtered at a time: sorting them takes some 250 MB
-
-
 MAX_FLIGHTS = 2  # steps submitted and not collected
 
 
@@ -55,7 +53,7 @@ class CudaExecutor:
         sampler: Sampler,
         history: IntArray,
         *,
-        uses_ngrams: bool = False,
+        ngrams: NgramDrafter | None = None,
         max_length: int = 0,
         acceptance: torch.Tensor | None = None,
         runs_ahead: bool = False,
@@ -65,7 +63,7 @@ class CudaExecutor:
         self._slots = slots
         self._sampler = sampler
         self._history = history
-        self._uses_ngrams = uses_ngrams
+        self._ngrams = ngrams
         self._acceptance = acceptance
         self._on_host = np.zeros(len(history), dtype=np.bool_)  # by slot: the host samples its rows
         width = FIRST_TOKEN + max_length + 1
@@ -86,12 +84,12 @@ class CudaExecutor:
         max_requests = self._target.requests.slots.shape[0]
         sizes = [size for size in ROW_BUCKETS if size <= max_requests] or [ROW_BUCKETS[0]]
         wanted = [(self._target, verification(size, 1)) for size in sizes]
-        if length and (self._draft is not None or self._uses_ngrams):
+        if length and (self._draft is not None or self._ngrams is not None):
             self._usual_rows = length + 1
             most = min(max_requests * (length + 1), ROW_BUCKETS[-1])
             wanted += [(self._target, verification(size, length + 1)) for size in ROW_BUCKETS if 1 < size <= most]
             if self._draft is not None:
-                wanted += [(self._draft, first_draft(size, size, 2)) for size in sizes]
+                wanted += [(self._draft, first_draft(size, 2)) for size in sizes]
                 wanted += [(self._draft, next_draft(size)) for size in sizes if length > 1]
         for done, (model, shape) in enumerate(reversed(wanted)):  # the largest first: their buffers serve the others
             if shape is not None and model.has_graph_of(shape):
@@ -129,7 +127,7 @@ class CudaExecutor:
 
     def may_run_ahead(self, plan: StepPlan) -> bool:
         """Not where the host itself has to know the tokens before it can go on: to look them up, or for a grammar."""
-        return self._runs_ahead and not self._uses_ngrams and not self._on_host[plan.slots].any()
+        return self._runs_ahead and self._ngrams is None and not self._on_host[plan.slots].any()
 
     def discard(self) -> None:
         """Forget what is in flight, when the device is done with it."""
@@ -158,8 +156,8 @@ class CudaExecutor:
     # ── drafting ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _make_drafts(self, plan: StepPlan) -> IntArray:
-        if self._uses_ngrams:
-            return self._look_up(plan)
+        if self._ngrams is not None:
+            return self._look_up(self._ngrams, plan)
         if self._draft is None:
             return plan.lengths
         self._draft.apply(plan.draft_pages)
@@ -175,22 +173,19 @@ class CudaExecutor:
         none = np.zeros_like(rows)
         draft.set_requests(plan.slots[order], plan.draft_start[order], rows, none, (lengths > 0).astype(np.int64))
         draft.set_lengths(lengths)
-        shape = first_draft(rows.size, int(rows.sum()), int(rows.max()))
+        shape = first_draft(rows.size, int(rows.max()))
         _launch(draft, shape, rows, plan.draft_start[order], int((lengths > 0).sum()))
         for done in range(1, int(lengths.max())):
             draft.launch(next_draft(int((lengths > done).sum())))
 
-    def _look_up(self, plan: StepPlan) -> IntArray:
-        """Prompt lookup, on the host."""
-        num_drafted = np.zeros_like(plan.lengths)
-        for i in np.flatnonzero(plan.lengths).tolist():
-            slot, num_tokens = int(plan.slots[i]), int(plan.num_tokens[i])
-            found = lookup(self._history[slot, :num_tokens], int(plan.lengths[i]))
-            if found.size:
-                self._history[slot, num_tokens : num_tokens + found.size] = found
-                drafts = torch.from_numpy(found.astype(np.int32)).to(self._slots.history.device)
-                self._slots.history[slot, num_tokens : num_tokens + found.size] = drafts
-            num_drafted[i] = found.size
+    def _look_up(self, ngrams: NgramDrafter, plan: StepPlan) -> IntArray:
+        """Prompt lookup on the host, and its finds to the device."""
+        num_drafted = ngrams.draft(plan)
+        for i in np.flatnonzero(num_drafted).tolist():
+            slot, first = int(plan.slots[i]), int(plan.num_tokens[i])
+            drafted = slice(first, first + int(num_drafted[i]))
+            found = self._history[slot, drafted].astype(np.int32)
+            self._slots.history[slot, drafted] = torch.from_numpy(found).to(self._slots.history.device)
         return num_drafted
 
     def _prune(self, plan: StepPlan, num_drafted: IntArray) -> IntArray:

@@ -20,6 +20,7 @@ from faser.runtime.cuda import attention, linear
 from faser.runtime.cuda.attention import AttentionConfig, Tiles, Workspace
 from faser.runtime.cuda.rows import DeviceRows, Requests, expand, next_draft_rows
 from faser.runtime.cuda.sampling import Choices, Slots, sample
+from faser.runtime.kv_cache import bytes_per_page
 from faser.types import IntArray, PageWrites
 
 HEAD_ROWS = 512  # rows of logits at a time: at most 300 MB of them for a vocabulary of 150k
@@ -79,7 +80,7 @@ def verification(num_rows: int, rows_per_request: int) -> Shape | None:
     return Shape(rows, rows, each, rows) if rows is not None and each is not None else None
 
 
-def first_draft(num_requests: int, num_rows: int, rows_per_request: int) -> Shape | None:
+def first_draft(num_requests: int, rows_per_request: int) -> Shape | None:
     """The graph for requests of one or two rows, as a draft that kept up has, sampled from the last; None likewise."""
     requests = _least(ROW_BUCKETS, num_requests)
     if requests is None or rows_per_request > 2:
@@ -101,8 +102,9 @@ def _least(sizes: Sequence[int], wanted: int) -> int | None:
 class CudaModel:
     """A model, its pages and its buffers.
 
-    `max_rows` bounds the rows of one forward, `max_wanted` those it samples from. `writes`: the sampled tokens go into
-    the history at once, as a draft's do.
+    `max_rows` bounds the rows of one forward, all of which may be sampled from. The buffers also hold the graph such
+    rows are rounded up to, and two rows for each request. `writes`: the sampled tokens go into the history at once, as
+    a draft's do.
     """
 
     def __init__(
@@ -112,18 +114,20 @@ class CudaModel:
         *,
         max_requests: int,
         max_rows: int,
-        max_wanted: int,
         max_context: int,
         page_size: int,
         writes: bool = False,
     ) -> None:
         config, device, dtype = model.config, model.device, model.dtype
+        max_rows = max(
+            _least(ROW_BUCKETS, max_rows) or max_rows, 2 * (_least(ROW_BUCKETS, max_requests) or max_requests)
+        )
         self.model = model
         self.page_size = page_size
         self._writes = writes
         self.requests = Requests.allocate(max_requests, device)
-        self.rows = DeviceRows.allocate(max_requests, max_rows, max_wanted, device)
-        self.choices = Choices.allocate(max_wanted, model.head.shape[0], device)
+        self.rows = DeviceRows.allocate(max_requests, max_rows, max_rows, device)
+        self.choices = Choices.allocate(max_rows, model.head.shape[0], device)
         self._drafting = torch.zeros(max_requests + 1, dtype=torch.int32, device=device)
         self._lengths, self._draft_step = self._drafting[:-1], self._drafting[-1:]
         columns = -(-max_context // page_size)
@@ -144,8 +148,8 @@ class CudaModel:
         self._attended = buffer(max_rows, config.num_heads * config.head_dim)
         self._gate_up = buffer(max_rows, 2 * config.intermediate_size)
         self._activated = buffer(max_rows, config.intermediate_size)
-        self._wanted = buffer(max_wanted, config.hidden_size)
-        self._logits = torch.zeros(min(max_wanted, HEAD_ROWS), model.head.shape[0], dtype=torch.float32, device=device)
+        self._wanted = buffer(max_rows, config.hidden_size)
+        self._logits = torch.zeros(min(max_rows, HEAD_ROWS), model.head.shape[0], dtype=torch.float32, device=device)
         self._arange = torch.arange(max_requests, dtype=torch.int32, device=device)
         self._zeros, self._ones = torch.zeros_like(self._arange), torch.ones_like(self._arange)
         self._totals = torch.zeros_like(self._arange)
@@ -157,9 +161,7 @@ class CudaModel:
 
     @property
     def page_bytes(self) -> int:
-        config = self.model.config
-        entry = 2 * config.num_kv_heads * config.head_dim * self.model.dtype.itemsize
-        return config.num_layers * self.page_size * entry
+        return bytes_per_page(self.model.config, self.page_size, self.model.dtype)
 
     def allocate_pages(self, num_pages: int) -> None:
         config = self.model.config

@@ -46,10 +46,9 @@ class Dashboard:
         self._points.append(_Point(self._figures, self._engine.num_restarts))
 
     def data(self, state: str) -> dict[str, Any]:
-        minute = self._minute()
-        lengths = _difference(self._recent("lengths", 3), self._latest("lengths"))
-        verified = _difference(minute.get("verified", []), self._latest("verified_per_position"))
-        accepted = _difference(minute.get("accepted", []), self._latest("accepted_per_position"))
+        lengths = self._gained("lengths", 3)
+        verified = self._gained("verified_per_position", WINDOW_SECONDS)
+        accepted = self._gained("accepted_per_position", WINDOW_SECONDS)
         num_positions = sum(count > 0 for count in verified)  # a later position is verified no more often
         return {
             "server": self._server(state),
@@ -112,12 +111,6 @@ class Dashboard:
         history["kv_used"] = [held / pages for held in history["kv_used"]]
         return history
 
-    def _minute(self) -> dict[str, list[int]]:
-        before = self._snapshot_before(WINDOW_SECONDS)
-        if before is None:
-            return {}
-        return {"verified": before.verified_per_position, "accepted": before.accepted_per_position}
-
     def _snapshot_before(self, seconds: float) -> Snapshot | None:
         """Where the engine stood so long ago; None if it has not run for so long, or was started again since."""
         latest, since = self._figures.latest, monotonic() - seconds
@@ -126,12 +119,10 @@ class Dashboard:
             return None
         return before.snapshot
 
-    def _recent(self, name: str, seconds: float) -> list[int]:
-        before = self._snapshot_before(seconds)
-        return list(getattr(before, name)) if before is not None else []
-
-    def _latest(self, name: str) -> list[int]:
-        return list(getattr(self._figures.latest, name)) if self._figures.latest is not None else []
+    def _gained(self, name: str, seconds: float) -> list[int]:
+        """What a list of totals has gained in the last seconds."""
+        before, latest = self._snapshot_before(seconds), self._figures.latest
+        return _difference(getattr(before, name, []), getattr(latest, name, []))
 
     def _drafted(self, before: Snapshot | None) -> dict[str, int]:
         latest = self._figures.latest

@@ -104,6 +104,13 @@ def test_requests_get_the_tokens_of_the_cpu(target, device, policy):
     assert_same_logprobs(outcome, expected)
 
 
+def test_a_budget_between_two_buckets_has_room_for_the_larger(target, device):
+    """Seven rows run as a graph of eight, and a draft of six requests as one of twelve."""
+    requests = chosen(target, device)[:2]
+    outcome = serve(make_engine(device, target, make_draft(target), Fixed(3), max_batch_tokens=7), requests)
+    assert outcome.tokens == reference(target, requests).tokens
+
+
 @pytest.mark.parametrize("policy", ["off", "sometimes"])
 def test_planning_ahead_of_results_gets_the_same_tokens(target, device, policy):
     """Also where some steps draft, which are waited for, and requests come and go between them."""
