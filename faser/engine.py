@@ -40,7 +40,10 @@ class AsyncExecutor(Protocol):
         ...
 
     def may_run_ahead(self, plan: StepPlan) -> bool:
-        """Whether another plan may be submitted before the result of this one was collected."""
+        """Whether another plan may be submitted before the result of this one was collected.
+
+        The executor then takes back refused drafts itself, from the requests of the next plan that are `unsettled`.
+        """
         ...
 
     def discard(self) -> None:
@@ -86,8 +89,8 @@ class Engine:
         """One turn. If it raises, call `abandon`: the open requests cannot go on."""
         if not self._flights and not self._launch():
             return self.scheduler.take_ended()
-        ahead = self._async is not None and len(self._flights) == 1 and self._async.may_run_ahead(self._flights[0].plan)
-        if ahead and self.scheduler.advance():
+        if self._async is not None and len(self._flights) == 1 and self._async.may_run_ahead(self._flights[0].plan):
+            self.scheduler.advance()
             self._launch()
         return self._land()
 

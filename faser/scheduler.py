@@ -12,9 +12,10 @@ under a millisecond. For a running request, with n = num_tokens:
 
 num_computed is at most n - 1: the last token's row is computed in the step that samples its successor.
 
-A step without drafts brings one token for each request that samples, whatever the tokens are. So the next step can be
-planned while it runs: `advance` counts on it, `commit` fills in the tokens later (num_known of them are). A request
-that turns out to have ended is by then part of the step planned ahead; what that brings for it is dropped.
+The next step can be planned while one runs: `advance` counts on one token for each request that samples and on all of
+its drafts, `commit` fills in the tokens (num_known of them are) and takes back the drafts that were refused, from the
+step planned ahead too. A request that turns out to have ended is by then part of that step; what it brings for it is
+dropped.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class _Flight:
     """A plan that was handed out and not committed."""
 
     plan: StepPlan
+    settled: StepPlan  # the same, when what was unsettled in it is known
     entries: list[_Entry | None]  # whose rows these are, in the plan's order
     advanced: bool = False
 
@@ -126,6 +128,7 @@ class Scheduler:
         self._tokens: IntArray = np.zeros((limits.max_running, limits.max_model_len), dtype=np.int64)
         self._num_tokens, self._num_prompt, self._end = per_slot(), per_slot(), per_slot()
         self._num_known = per_slot()  # tokens that are here; less than num_tokens while a step is in flight
+        self._unsettled: NDArray[np.bool_] = np.zeros(limits.max_running, dtype=np.bool_)  # drafts are counted on
         self._num_computed, self._draft_computed = per_slot(), per_slot()
         self._num_published, self._draft_published = per_slot(), per_slot()  # pages
         self._max_draft = per_slot()
@@ -183,30 +186,33 @@ class Scheduler:
             return None  # somebody must be preempted, and nobody's last token is known
         plan = self._build_plan()
         if plan is not None:
-            self._flights.append(_Flight(plan, [self._at[slot] for slot in plan.slots.tolist()]))
+            self._flights.append(_Flight(plan, plan, [self._at[slot] for slot in plan.slots.tolist()]))
         return plan
 
-    def advance(self) -> bool:
-        """Count on what the plan in flight will bring, if that is certain but for the tokens themselves."""
-        if len(self._flights) != 1 or self._flights[0].plan.lengths.any():
-            return False
-        flight = self._flights[0]
-        self._move(flight.plan, np.where(flight.plan.samples, 1, 0), np.zeros_like(flight.plan.lengths))
+    def advance(self) -> None:
+        """Count on what the one plan in flight will bring: a token for each that samples, and all drafts accepted."""
+        (flight,) = self._flights
+        plan = flight.settled
+        self._move(plan, np.where(plan.samples, plan.lengths + 1, 0), plan.lengths)
+        self._unsettled[plan.slots] = plan.lengths > 0
         flight.advanced = True
-        return True
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Progress]:
         """Take in what a step produced: tokens, computed rows, full pages, ends."""
         if not self._flights or plan is not self._flights[0].plan:
             raise EngineError("commit() was given another plan than the oldest in flight")
         flight = self._flights.popleft()
+        plan = flight.settled
+        self._settle(plan, result)
         alive = np.array([entry is self._at[slot] for entry, slot in zip(flight.entries, plan.slots, strict=True)])
         if not alive.all():
             plan, result = _only(plan, result, alive)
         slots, samples = plan.slots, plan.samples
         emitted = np.where(samples, result.num_accepted + 1, 0)
         self._append(slots, plan.num_tokens, emitted, result.token_ids)
-        if not flight.advanced:
+        if flight.advanced:
+            self._take_back(slots, plan.lengths - result.num_accepted)
+        else:
             self._move(plan, emitted, result.num_drafted)
         self._drafted[slots] += result.num_drafted
         self._verified[slots] += result.num_verified
@@ -233,9 +239,25 @@ class Scheduler:
         kept = num_tokens + np.minimum(num_drafted, emitted) - 1
         self._draft_computed[slots] = np.where(num_drafted > 0, kept, plan.draft_start + plan.draft_rows)
 
+    def _take_back(self, slots: IntArray, refused: IntArray) -> None:
+        """Where requests stand that drafts were counted on for. Draft pages may have been taken from some meanwhile."""
+        self._num_tokens[slots] -= refused
+        self._num_computed[slots] -= refused
+        fewer = slots[refused > 0]
+        self._draft_computed[fewer] = np.minimum(self._draft_computed[fewer], self._num_tokens[fewer] - 1)
+
+    def _settle(self, plan: StepPlan, result: StepResult) -> None:
+        """Tell the plan in flight behind this one, if there is one, what this one's drafts came to."""
+        self._unsettled[plan.slots] = False
+        for flight in self._flights:
+            refused = np.zeros_like(self._num_tokens)
+            refused[plan.slots] = plan.lengths - result.num_accepted
+            flight.settled = flight.plan.settle(refused[flight.plan.slots])
+
     def abandon(self, reason: FinishReason) -> list[Progress]:
         """End every open request, whatever state a failed step left it in."""
         self._flights.clear()
+        self._unsettled[:] = False
         self._cancelling = []
         self._leave_limbo()
         return self.take_ended() + [self._drop(entry, reason) for entry in list(self._entries.values())]
@@ -343,9 +365,9 @@ class Scheduler:
     # ── planning: running requests first ─────────────────────────────────────────────────────────────────────────────
 
     def _runnable(self) -> IntArray:
-        """Running requests that can take another step: not those whose last token is on its way."""
+        """Running requests that can take another step: not those whose last token is surely on its way."""
         slots = self._running
-        return slots[self._num_tokens[slots] < self._end[slots]] if self._flights else slots
+        return slots[(self._num_tokens[slots] < self._end[slots]) | self._unsettled[slots]] if self._flights else slots
 
     def _reserve_decoding(self, ahead: bool) -> bool:
         """Give every running request a page for its next token; whether pages were short.
@@ -471,6 +493,7 @@ class Scheduler:
             lengths=lengths,
             draft_start=self._draft_computed[slots],
             draft_rows=draft_rows,
+            unsettled=self._unsettled[slots],
             target_pages=self.target_pages.take_writes(),
             draft_pages=self.draft_pages.take_writes() if self.draft_pages is not None else NO_WRITES,
         )
@@ -496,7 +519,7 @@ class Scheduler:
 
     def _ask_policy(self, slots: IntArray, num_prefill_rows: int) -> IntArray:
         num_tokens = self._num_tokens[slots]
-        limit = np.minimum(self._max_draft[slots], self._end[slots] - num_tokens - 1)
+        limit = np.clip(self._end[slots] - num_tokens - 1, 0, self._max_draft[slots])
         if self.limits.draft_max_len is not None:
             limit = np.clip(self.limits.draft_max_len + 1 - num_tokens, 0, limit)
         lag = num_tokens - self._draft_computed[slots] if self.draft_pages is not None else np.zeros_like(slots)
@@ -543,6 +566,8 @@ class Scheduler:
         rows = np.where(lengths > 0, lag, 0)
         rows = self._share_catch_up(rows)
         lengths = np.where(rows == lag, lengths, 0)
+        # Those that kept up come first and, each drafting, take no more rows than there are: what is unsettled is whole.
+        assert (rows == lag)[self._unsettled[slots] & (rows > 0)].all()
         needed = np.where(rows > 0, self._draft_computed[slots] + rows + np.maximum(lengths - 1, 0), 0)
         if not self.draft_pages.reserve(slots, needed):
             self._reclaim_drafts(slots[rows == 0])
@@ -699,7 +724,7 @@ def _only(plan: StepPlan, result: StepResult, alive: NDArray[np.bool_]) -> tuple
     """Without the rows of requests that have ended."""
     emitted = np.where(plan.samples, result.num_accepted + 1, 0)
     number = np.cumsum(alive) - 1  # a row's index among the living
-    arrays = ("slots", "num_tokens", "start", "num_rows", "lengths", "draft_start", "draft_rows")
+    arrays = ("slots", "num_tokens", "start", "num_rows", "lengths", "draft_start", "draft_rows", "unsettled")
     return (
         replace(plan, **{name: getattr(plan, name)[alive] for name in arrays}),
         replace(

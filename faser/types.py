@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
@@ -300,6 +300,9 @@ class StepPlan:
     The target computes the rows of positions start … start + num_rows - 1, and, where that reaches the end of the
     context (`samples`), the drafted tokens behind them. The draft first computes draft_rows context tokens from
     draft_start on (1 or 2 in steady state, more to catch up), then drafts `lengths` tokens.
+
+    A plan made while the step before it runs does not know how many drafts that will accept. Requests that drafted are
+    `unsettled`: their numbers hold if all drafts are accepted, and `settle` says what they are if some are not.
     """
 
     admitted: tuple[Admission, ...]
@@ -311,8 +314,24 @@ class StepPlan:
     lengths: IntArray
     draft_start: IntArray
     draft_rows: IntArray
+    unsettled: NDArray[np.bool_]
     target_pages: PageWrites
     draft_pages: PageWrites
+
+    def settle(self, refused: IntArray) -> StepPlan:
+        """The plan as it stands when so many drafts [B] of the step before were refused."""
+        refused = np.where(self.unsettled, refused, 0)
+        num_tokens = self.num_tokens - refused
+        draft_start = np.where(self.unsettled, np.minimum(self.draft_start, num_tokens - 1), self.draft_start)
+        redone = self.unsettled & (self.draft_rows > 0)  # the draft always catches up with these
+        return replace(
+            self,
+            num_tokens=num_tokens,
+            start=self.start - refused,
+            draft_start=draft_start,
+            draft_rows=np.where(redone, num_tokens - draft_start, self.draft_rows),
+            unsettled=np.zeros_like(self.unsettled),
+        )
 
     @property
     def samples(self) -> NDArray[np.bool_]:

@@ -79,22 +79,26 @@ class OracleExecutor:
 
         self.target = memory(target)
         self.draft = memory(draft) if draft is not None else None
-        self.history = np.zeros((limits.max_running, limits.max_model_len), dtype=np.int64)
+        # one more: a step planned ahead may sample behind the end of a request that then turns out to have ended
+        self.history = np.zeros((limits.max_running, limits.max_model_len + 1), dtype=np.int64)
         self.seeds = np.zeros(limits.max_running, dtype=np.int64)
         self.agreement = agreement
         self.random = np.random.default_rng(seed)
         self.num_draft_rows = 0
+        self.refused = np.zeros(limits.max_running, dtype=np.int64)  # drafts of the slot's latest step
 
     def execute(self, plan: StepPlan) -> StepResult:
         for new in plan.admitted:
             self.history[new.slot, : new.token_ids.size] = new.token_ids
             self.seeds[new.slot] = new.seed
+        plan = plan.settle(self.refused[plan.slots])
         self.target.apply(plan.target_pages)
         assert plan.num_rows.min() > 0
         assert not (plan.lengths[~plan.samples]).any()
         num_drafted = np.array([self._draft(plan, i) for i in range(plan.slots.size)])
         emitted = [self._verify(plan, i, int(num_drafted[i])) for i in range(plan.slots.size)]
         accepted = np.array([max(0, len(tokens) - 1) for tokens in emitted])
+        self.refused[plan.slots] = num_drafted - accepted
         flat = np.array([token for tokens in emitted for token in tokens], dtype=np.int64)
         return StepResult(num_drafted, num_drafted, accepted, flat)
 

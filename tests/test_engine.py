@@ -54,7 +54,7 @@ class Ahead:
 
 
 class Sometimes:
-    """Speculates in some steps only, so that plans ahead meet plans that cannot be passed."""
+    """Speculates in some steps only."""
 
     name = "sometimes"
 
@@ -83,8 +83,10 @@ def drain(engine: Engine, world: World) -> None:
     raise AssertionError("the engine did not finish")
 
 
-def test_a_second_step_is_in_flight_while_nobody_drafts():
-    engine, world, executor = make_engine(Fixed(0))
+@pytest.mark.parametrize("length", [0, 1, 4])
+@pytest.mark.parametrize("agreement", [0.0, 0.6, 1.0])
+def test_a_second_step_is_in_flight(length, agreement):
+    engine, world, executor = make_engine(Fixed(length), agreement=agreement)
     for name in "abc":
         world.add(make_request(name, [1, 2, ord(name) % 5], 12))
     drain(engine, world)
@@ -95,12 +97,47 @@ def test_a_second_step_is_in_flight_while_nobody_drafts():
     assert world.target.num_held == 0
 
 
-def test_a_step_with_drafts_is_waited_for():
-    engine, world, executor = make_engine(Fixed(2))
+@pytest.mark.parametrize("agreement", [0.0, 1.0])
+def test_a_plan_ahead_counts_on_all_drafts_and_is_settled_by_the_step_before_it(agreement):
+    world = World(Fixed(2), agreement=agreement)
     world.add(make_request("a", [1, 2], 30))
-    drain(engine, world)
-    assert world.tokens["a"] == expected_output([1, 2], SEED, 30)
-    assert executor.most <= 2
+    scheduler, executor = world.scheduler, world.executor
+    for _ in range(2):  # the prompt, and a step that drafts
+        plan = scheduler.plan()
+        result = executor.execute(plan)
+        if plan.lengths.any():
+            break
+        scheduler.commit(plan, result)
+    scheduler.advance()
+    ahead = scheduler.plan()
+    assert ahead.unsettled.tolist() == [True]
+    assert ahead.num_tokens.tolist() == (plan.num_tokens + 3).tolist()
+    after = executor.execute(ahead)
+    scheduler.commit(plan, result)
+    scheduler.commit(ahead, after)
+    world.receive(scheduler.take_ended())
+    accepted = 2 if agreement else 0
+    assert result.num_accepted.tolist() == after.num_accepted.tolist() == [accepted]
+    assert scheduler.plan().num_tokens.tolist() == (plan.num_tokens + 2 * (accepted + 1)).tolist()
+
+
+def test_a_request_that_may_have_ended_goes_on_until_that_is_known():
+    world = World(Fixed(2), agreement=0.0)
+    world.add(make_request("a", [1, 2], 3))
+    scheduler, executor = world.scheduler, world.executor
+    prompt = scheduler.plan()
+    scheduler.commit(prompt, executor.execute(prompt))
+    plan = scheduler.plan()
+    assert plan.lengths.tolist() == [1], "it may write two more tokens, one of them drafted"
+    result = executor.execute(plan)
+    scheduler.advance()
+    ahead = scheduler.plan()
+    assert ahead is not None
+    assert ahead.lengths.tolist() == [0]
+    last = executor.execute(ahead)
+    for each, come in ((plan, result), (ahead, last)):
+        world.receive(scheduler.commit(each, come))
+    assert world.finished["a"].finish.reason is FinishReason.LENGTH
 
 
 def test_what_comes_after_a_stop_is_as_if_never_made():
@@ -170,17 +207,19 @@ def workloads(draw):
     return requests
 
 
-@pytest.mark.parametrize("kind", ["off", "sometimes", "random"])
+@pytest.mark.parametrize("kind", ["off", "sometimes", "random", "fixed"])
 @settings(max_examples=150, deadline=None)
 @given(
     workload=workloads(), num_pages=st.integers(9, 40), num_draft_pages=st.integers(4, 30), seed=st.integers(0, 99),
-    caching=st.booleans(),
+    caching=st.booleans(), max_batch_tokens=st.integers(4, 14),
 )  # fmt: skip
-def test_any_workload_gets_its_tokens_and_loses_no_page(kind, workload, num_pages, num_draft_pages, seed, caching):
-    policy = {"off": Fixed(0), "sometimes": Sometimes(seed), "random": RandomLengths(3)}[kind]
+def test_any_workload_gets_its_tokens_and_loses_no_page(
+    kind, workload, num_pages, num_draft_pages, seed, caching, max_batch_tokens
+):
+    policy = {"off": Fixed(0), "sometimes": Sometimes(seed), "random": RandomLengths(3), "fixed": Fixed(3)}[kind]
     engine, world, _ = make_engine(
-        policy, num_pages=num_pages, num_draft_pages=num_draft_pages, max_running=4, max_batch_tokens=14,
-        max_model_len=MAX_LEN, caching=caching,
+        policy, num_pages=num_pages, num_draft_pages=num_draft_pages, max_running=4,
+        max_batch_tokens=max_batch_tokens, max_model_len=MAX_LEN, caching=caching,
     )  # fmt: skip
     expected, texts = {}, []
     step = 0

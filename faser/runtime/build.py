@@ -80,8 +80,15 @@ def _load_sources(model: str | None, draft: str | None, options: EngineOptions) 
 
 def _load(role: str, source: Source, options: EngineOptions, device: Device) -> Transformer:
     most = min(source.config.max_positions, options.max_model_len or source.config.max_positions)
-    with progress_bar(f"loading the {role}", bytes_=True) as update:
-        return source.load(_dtype(options, source.config, device), most, update, device.name)
+    dtype = _dtype(options, source.config, device)
+    try:
+        with progress_bar(f"loading the {role}", bytes_=True) as update:
+            return source.load(dtype, most, update, device.name)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"out of GPU memory while loading the {role} in {str(dtype).removeprefix('torch.')}: free the GPU, use a "
+            f"smaller model, a --dtype of fewer bytes or --device cpu ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def _dtype(options: EngineOptions, config: ModelConfig, device: Device) -> torch.dtype:

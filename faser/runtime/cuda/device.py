@@ -10,6 +10,7 @@ from faser.errors import ConfigError
 from faser.models.transformer import Transformer
 from faser.progress import progress_bar
 from faser.runtime.cuda.executor import CudaExecutor
+from faser.runtime.cuda.memory import Ledger, explained_shortage
 from faser.runtime.cuda.model import ROW_BUCKETS, CudaModel
 from faser.runtime.cuda.sampling import Slots
 from faser.runtime.device import Parts
@@ -26,26 +27,20 @@ class CudaDevice:
     name = "cuda"
     max_running = 256
     max_batch_tokens = 4096
-    # Whether a step is planned while the one before it runs. Proven on the oracle and in Triton's interpreter, and off
-    # until it has been run, and measured, on a GPU.
-    runs_ahead = False
+    runs_ahead = True  # a step is planned while the one before it runs
 
     def default_kv_memory(self) -> None:
         return None
 
     def make_executor(self, parts: Parts) -> tuple[CudaExecutor, int]:
-        try:
+        with explained_shortage(ConfigError):
             return self._make_executor(parts)
-        except torch.cuda.OutOfMemoryError as error:
-            raise ConfigError(
-                f"out of GPU memory ({str(error).splitlines()[0]}); lower --kv-memory, --max-batch-tokens or "
-                "--max-running"
-            ) from error
 
     def _make_executor(self, parts: Parts) -> tuple[CudaExecutor, int]:
         limits, device = parts.limits, parts.target.device
         if limits.max_running > ROW_BUCKETS[-1]:
             raise ConfigError(f"max_running={limits.max_running}: a GPU batch has at most {ROW_BUCKETS[-1]} requests")
+        ledger = Ledger(sum(model.num_bytes for model in parts.models)) if device.type == "cuda" else None
         slots = Slots.allocate(limits.max_running, limits.max_model_len + parts.max_length + 1, device)
 
         def on_device(model: Transformer, writes: bool) -> CudaModel:
@@ -59,16 +54,14 @@ class CudaDevice:
                 writes=writes,
             )
 
-        models = [on_device(parts.target, False)] + ([on_device(parts.draft, True)] if parts.draft is not None else [])
-        num_pages = self._num_pages(parts, sum(model.page_bytes for model in models))
-        for model in models:
-            model.allocate_pages(num_pages)
+        target = on_device(parts.target, False)
+        draft = on_device(parts.draft, True) if parts.draft is not None else None
         acceptance = None
         if parts.acceptance is not None:
             acceptance = torch.full((max(1, parts.max_length),), parts.acceptance, device=device)
         executor = CudaExecutor(
-            models[0],
-            models[1] if parts.draft is not None else None,
+            target,
+            draft,
             slots,
             parts.sampler,
             parts.history.numpy(),
@@ -77,27 +70,25 @@ class CudaDevice:
             acceptance=acceptance,
             runs_ahead=self.runs_ahead,
         )
+        if ledger is not None:
+            ledger.buffers_are_made()
+        models = [target] + ([draft] if draft is not None else [])
+        page_bytes = sum(model.page_bytes for model in models)
+        num_pages = parts.num_pages or self._num_pages(parts, page_bytes, ledger)
+        for model in models:
+            model.allocate_pages(num_pages)
         with progress_bar("capturing graphs") as update:
             executor.prepare(parts.usual_length, update)
+        if ledger is not None:
+            log.info("%s", ledger.graphs_are_made(num_pages * page_bytes, num_pages * parts.page_size))
         return executor, num_pages
 
-    def _num_pages(self, parts: Parts, page_bytes: int) -> int:
-        if parts.num_pages is not None:
-            return parts.num_pages
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info()
-        budget = parts.kv_memory if parts.kv_memory is not None else free - RESERVED_BYTES
+    def _num_pages(self, parts: Parts, page_bytes: int, ledger: Ledger | None) -> int:
+        assert ledger is not None, "off a GPU the number of pages is given"
+        budget = parts.kv_memory if parts.kv_memory is not None else ledger.free - RESERVED_BYTES
         if budget < page_bytes:
             raise ConfigError(
-                f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB are free beside the models, too little for KV pages; "
-                "lower --max-batch-tokens or --max-running, or use smaller models"
+                f"{ledger.free / 2**30:.1f} of {ledger.total / 2**30:.1f} GiB are free beside the models, too little "
+                "for KV pages; lower --max-batch-tokens or --max-running, or use smaller models"
             )
-        num_pages = min(budget // page_bytes, parts.most_pages)
-        log.info(
-            "GPU memory: %.1f GiB; models and buffers %.1f, KV pages %.1f, left %.1f",
-            total / 2**30,
-            (total - free) / 2**30,
-            num_pages * page_bytes / 2**30,
-            (free - num_pages * page_bytes) / 2**30,
-        )
-        return num_pages
+        return min(budget // page_bytes, parts.most_pages)

@@ -11,7 +11,7 @@ Drafts of either are guessed with the temperature alone, which costs agreement a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -19,10 +19,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from faser.errors import EngineError
 from faser.progress import Update
-from faser.runtime.cuda.filters import Filters, logprobs, send, unpack_logprobs
+from faser.runtime.cuda.filters import Filters, logprobs, unpack_logprobs
+from faser.runtime.cuda.memory import explained_shortage
 from faser.runtime.cuda.model import ROW_BUCKETS, CudaModel, Shape, first_draft, next_draft, verification
 from faser.runtime.cuda.sampling import FIRST_TOKEN, Choices, Slots, inverse_temperature, judge, mixed_seed, sample
+from faser.runtime.cuda.transfer import send
 from faser.runtime.drafter import NgramDrafter
 from faser.runtime.sampling import Sampler
 from faser.runtime.verifier import BROKEN
@@ -100,14 +103,17 @@ class CudaExecutor:
         self.submit(plan)
         return self.collect()
 
-    @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
         """Enqueue a step. The device runs steps in the order they are submitted in."""
+        with torch.inference_mode(), explained_shortage(EngineError):
+            self._submit(plan)
+
+    def _submit(self, plan: StepPlan) -> None:
         for slot in plan.released:
             self._sampler.release(slot)
         self._admit(plan.admitted)
         self._target.apply(plan.target_pages)
-        landing = self._landings.popleft()
+        landing = self._landings[0]
         landing.marks.start()
         num_drafted = self._make_drafts(plan)
         landing.marks.drafted()
@@ -116,7 +122,7 @@ class CudaExecutor:
         size = plan.slots.size
         landing.received[:size].copy_(self._packed[:size], non_blocking=True)
         landing.marks.finished()
-        self._flights.append(_Flight(plan, num_drafted, num_verified, told, landing))
+        self._flights.append(_Flight(plan, num_drafted, num_verified, told, self._landings.popleft()))
 
     def collect(self) -> StepResult:
         """What came of the oldest step that was submitted; waits for it."""
@@ -126,8 +132,9 @@ class CudaExecutor:
         return self._result(flight, seconds)
 
     def may_run_ahead(self, plan: StepPlan) -> bool:
-        """Not where the host itself has to know the tokens before it can go on: to look them up, or for a grammar."""
-        return self._runs_ahead and self._ngrams is None and not self._on_host[plan.slots].any()
+        """Not where the host must know tokens or positions before it goes on: to look up, for a grammar, to filter."""
+        needed = self._on_host[plan.slots] | (self._filters.is_special[plan.slots] & (plan.lengths > 0))
+        return self._runs_ahead and self._ngrams is None and not needed.any()
 
     def discard(self) -> None:
         """Forget what is in flight, when the device is done with it."""
@@ -141,14 +148,21 @@ class CudaExecutor:
 
     # ── slots ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _admit(self, admitted: Iterable[Admission]) -> None:
+    def _admit(self, admitted: Sequence[Admission]) -> None:
+        if not admitted:
+            return
+        slots, device = self._slots, self._slots.history.device
+        tokens = np.zeros((len(admitted), max(new.token_ids.size for new in admitted)), dtype=np.int32)
+        for row, new in zip(tokens, admitted, strict=True):
+            row[: new.token_ids.size] = new.token_ids
+        who = send(np.array([new.slot for new in admitted]), device)
+        slots.history[:, : tokens.shape[1]].index_copy_(0, who, send(tokens, device))
+        seeds = np.array([mixed_seed(new.seed) for new in admitted])
+        slots.seeds.index_copy_(0, who, send(seeds, device))
+        temperatures = np.array([inverse_temperature(new.params.temperature) for new in admitted], dtype=np.float32)
+        slots.inverse_temperatures.index_copy_(0, who, send(temperatures, device))
         for new in admitted:
-            size, device = new.token_ids.size, self._slots.history.device
-            self._history[new.slot, :size] = new.token_ids
-            tokens = torch.from_numpy(new.token_ids.astype(np.int32))
-            self._slots.history[new.slot, :size].copy_(tokens.to(device), non_blocking=True)
-            self._slots.seeds[new.slot] = mixed_seed(new.seed)
-            self._slots.inverse_temperatures[new.slot] = inverse_temperature(new.params.temperature)
+            self._history[new.slot, : new.token_ids.size] = new.token_ids
             self._sampler.admit(new.slot, new.params, new.seed, new.num_prompt, sorted(new.stop_ids))
             self._filters.admit(new.slot, new.params, new.num_prompt, sorted(new.stop_ids))
             self._on_host[new.slot] = new.params.grammar is not None
@@ -171,7 +185,7 @@ class CudaExecutor:
         order = order[plan.draft_rows[order] > 0]
         rows, lengths = plan.draft_rows[order], plan.lengths[order]
         none = np.zeros_like(rows)
-        draft.set_requests(plan.slots[order], plan.draft_start[order], rows, none, (lengths > 0).astype(np.int64))
+        draft.set_requests(plan.slots[order], plan.draft_start[order], rows, none, lengths > 0, plan.unsettled[order])
         draft.set_lengths(lengths)
         shape = first_draft(rows.size, int(rows.max()))
         _launch(draft, shape, rows, plan.draft_start[order], int((lengths > 0).sum()))
@@ -202,7 +216,7 @@ class CudaExecutor:
 
     def _verify(self, plan: StepPlan, num_drafted: IntArray) -> _Told:
         target, samples = self._target, plan.samples
-        target.set_requests(plan.slots, plan.start, plan.num_rows, num_drafted, samples.astype(np.int64))
+        target.set_requests(plan.slots, plan.start, plan.num_rows, num_drafted, samples, plan.unsettled)
         judged = np.where(samples, num_drafted + 1, 0)
         num_rows = plan.num_rows + num_drafted
         shape = None
@@ -279,11 +293,18 @@ class CudaExecutor:
         owners = np.repeat(np.arange(emitted.size), emitted)
         offsets = np.arange(owners.size) - np.repeat(np.cumsum(emitted) - emitted, emitted)
         token_ids = tokens[owners, offsets]
-        self._history[plan.slots[owners], plan.num_tokens[owners] + offsets] = token_ids
+        self._remember(plan, owners, offsets, token_ids)
         failures = dict.fromkeys(np.flatnonzero(samples & (packed[:, 1] != 0)).tolist(), BROKEN)
         failures |= {owner: why for owner, offset, why in told.failed if offset < emitted[owner]}
         answers = {i: some[: int(emitted[i])] for i, some in told.all_logprobs().items()}
         return StepResult(flight.num_drafted, flight.num_verified, num_accepted, token_ids, answers, failures, seconds)
+
+    def _remember(self, plan: StepPlan, owners: IntArray, offsets: IntArray, token_ids: IntArray) -> None:
+        """Keep the tokens the host needs: of requests that are never unsettled, since no plan runs ahead of theirs."""
+        if self._ngrams is None:
+            kept = self._on_host[plan.slots[owners]]
+            owners, offsets, token_ids = owners[kept], offsets[kept], token_ids[kept]
+        self._history[plan.slots[owners], plan.num_tokens[owners] + offsets] = token_ids
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from faser.runtime.cuda.sampling import MIN_TEMPERATURE
+from faser.runtime.cuda.transfer import send
 from faser.types import FloatArray, IntArray, SamplingParams, TokenLogprobs
 
 SMALL_TOP_K = 256  # up to here top_p looks at the best tokens only; beyond, and without top_k, it sorts the row
@@ -271,9 +272,3 @@ def unpack_logprobs(packed: NDArray[np.int32], counts: IntArray) -> list[TokenLo
             packed[:, 0].tolist(), own, token_ids, values, counts.tolist(), strict=True
         )
     ]
-
-
-def send(array: NDArray, device: torch.device) -> Tensor:
-    """To the device, behind what is enqueued there and without waiting for it."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -13,13 +13,15 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from faser.models.transformer import Layer, Transformer
 from faser.runtime.cuda import attention, linear
 from faser.runtime.cuda.attention import AttentionConfig, Tiles, Workspace
-from faser.runtime.cuda.rows import DeviceRows, Requests, expand, next_draft_rows
+from faser.runtime.cuda.rows import DeviceRows, Requests, expand, next_draft_rows, settle
 from faser.runtime.cuda.sampling import Choices, Slots, sample
+from faser.runtime.cuda.transfer import Staging, send
 from faser.runtime.kv_cache import bytes_per_page
 from faser.types import IntArray, PageWrites
 
@@ -133,9 +135,11 @@ class CudaModel:
         columns = -(-max_context // page_size)
         self.table = torch.zeros(slots.history.shape[0], columns, dtype=torch.int32, device=device)
         self._slots = slots
+        # Whether launches may begin while the one before them ends: programmatic dependent launch, from Hopper on.
+        self._overlaps = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         self._max_context = max_context
-        self._staging = _Staging(self.requests.memory, 5)
-        self._staged_lengths = _Staging(self._drafting, 1)
+        self._staging = Staging(self.requests.memory, 6)
+        self._staged_lengths = Staging(self._drafting, 1)
         self._vocabulary = model.vocabulary.int() if model.vocabulary is not None else None
         heads = config.num_heads + 2 * config.num_kv_heads
 
@@ -172,14 +176,20 @@ class CudaModel:
 
     def apply(self, writes: PageWrites) -> None:
         if writes.slots.size:
-            where = torch.from_numpy(np.stack([writes.slots, writes.columns, writes.pages])).to(self.table.device)
+            where = send(np.stack([writes.slots, writes.columns, writes.pages]), self.table.device)
             self.table.index_put_((where[0], where[1]), where[2].int())
 
     def set_requests(
-        self, slots: IntArray, start: IntArray, num_rows: IntArray, num_drafted: IntArray, samples: IntArray
+        self,
+        slots: IntArray,
+        start: IntArray,
+        num_rows: IntArray,
+        num_drafted: IntArray,
+        samples: NDArray[np.bool_],
+        unsettled: NDArray[np.bool_],
     ) -> None:
         """The requests of the next forward."""
-        self._staging.write((slots, start, num_rows, num_drafted, samples), slots.size)
+        self._staging.write((slots, start, num_rows, num_drafted, samples, unsettled), slots.size)
 
     def set_lengths(self, lengths: IntArray) -> None:
         """How much each of these requests drafts, the longest first; the first forward brings the first token."""
@@ -217,6 +227,7 @@ class CudaModel:
             lengths = self._lengths[: shape.num_requests]
             next_draft_rows(requests, lengths, self._draft_step, self._slots.history, rows, vocab_size=vocab_size)
         else:
+            settle(requests, self._slots.refused)
             expand(requests, self._slots.history, rows, vocab_size=vocab_size)
         config = self._attention_config(shape)
         if num_rows is None or start is None:
@@ -245,6 +256,7 @@ class CudaModel:
             num_rows=whole.num_rows[:size],
             num_drafted=whole.num_drafted[:size],
             samples=whole.samples[:size],
+            unsettled=whole.unsettled[:size],
         )
 
     def _rows_of(self, shape: Shape) -> DeviceRows:
@@ -279,7 +291,7 @@ class CudaModel:
         """As many tiles a request as its rows need."""
         device = self.model.device
         cut = attention.build_tiles(num_rows, config.rows_per_tile, start)
-        tile_request, tile_offset = (torch.from_numpy(each).to(device, non_blocking=True) for each in cut)
+        tile_request, tile_offset = (send(each, device) for each in cut)
         count = torch.full((1,), cut[0].size, dtype=torch.int32, device=device)
         totals = requests.num_rows + requests.num_drafted
         return Tiles(rows.cu_rows[:-1], totals, requests.start, requests.slots, tile_request, tile_offset, count)
@@ -306,10 +318,12 @@ class CudaModel:
             qkv = self._project(layer, hidden)
             attention.rotate_and_write(
                 qkv, rows.positions, rows.slots, rows.num_rows, self.table, self.model.cos, self.model.sin,
-                self.pages[index], layer.qk_norm, self.model.config.norm_eps,
+                self.pages[index], layer.qk_norm, self.model.config.norm_eps, overlap=self._overlaps,
             )  # fmt: skip
             attended = self._attended[:num_rows]
-            attention.attend(qkv, self.pages[index], self.table, tiles, attended, workspace, config)
+            attention.attend(
+                qkv, self.pages[index], self.table, tiles, attended, workspace, config, overlap=self._overlaps
+            )
             self._finish(layer, hidden, attended)
         return hidden
 
@@ -349,28 +363,6 @@ class CudaModel:
 
 def _some_choices(choices: Choices, some: slice) -> Choices:
     return Choices(*(getattr(choices, each.name)[some] for each in fields(choices)))
-
-
-class _Staging:
-    """Page-locked memory that a device buffer is filled from: `num_columns` arrays of one size, then one number.
-
-    Copies are not waited for, so there are two of these to take turns: one is written again when the step after the
-    one it was for is submitted, and by then that one has been collected.
-    """
-
-    def __init__(self, target: Tensor, num_columns: int) -> None:
-        self._target = target
-        self._num_columns = num_columns
-        memories = [torch.zeros(target.shape, dtype=target.dtype) for _ in range(2)]
-        self._memories = [memory.pin_memory() if target.is_cuda else memory for memory in memories]
-
-    def write(self, columns: Sequence[IntArray], number: int) -> None:
-        self._memories.reverse()
-        array = self._memories[0].numpy()
-        for row, column in zip(array[:-1].reshape(self._num_columns, -1), columns, strict=True):
-            row[: column.size] = column
-        array[-1] = number
-        self._target.copy_(self._memories[0], non_blocking=True)
 
 
 def _capture(run: Callable[[], None], device: torch.device) -> Callable[[], None]:

@@ -23,19 +23,20 @@ NO_SLOT = -1  # of a padding row: nobody's
 class Requests:
     """What the plan says of each request: rows from `start` on, then its drafted tokens."""
 
-    memory: torch.Tensor  # [5 * B + 1] all of the below: one copy brings a plan
+    memory: torch.Tensor  # [6 * B + 1] all of the below: one copy brings a plan
     slots: torch.Tensor  # [B]
     start: torch.Tensor  # [B] position of the first row
     num_rows: torch.Tensor  # [B] rows of context tokens
     num_drafted: torch.Tensor  # [B] rows of drafted tokens behind them
     samples: torch.Tensor  # [B] 1 where the last context row and the drafted ones are wanted, else 0
+    unsettled: torch.Tensor  # [B] 1 where start and num_rows hold if no draft of the step before was refused
     num_requests: torch.Tensor  # [1] how many of B are real
 
     @classmethod
     def allocate(cls, max_requests: int, device: torch.device | str) -> Requests:
-        memory = torch.zeros(5 * max_requests + 1, dtype=torch.int32, device=device)
-        slots, start, num_rows, num_drafted, samples = memory[:-1].view(5, max_requests)
-        return cls(memory, slots, start, num_rows, num_drafted, samples, memory[-1:])
+        memory = torch.zeros(6 * max_requests + 1, dtype=torch.int32, device=device)
+        slots, start, num_rows, num_drafted, samples, unsettled = memory[:-1].view(6, max_requests)
+        return cls(memory, slots, start, num_rows, num_drafted, samples, unsettled, memory[-1:])
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,18 @@ class DeviceRows:
     def num_wanted(self) -> torch.Tensor:
         """[1] the number of real wanted rows."""
         return self.cu_wanted[-1:]
+
+
+def settle(requests: Requests, refused: torch.Tensor) -> None:
+    """Move what is unsettled back by the refused drafts of the step before, by slot; StepPlan.settle says how.
+
+    In place, so once for each plan.
+    """
+    size = requests.slots.shape[0]
+    _settle_kernel[(1,)](
+        requests.slots, requests.start, requests.num_rows, requests.unsettled, requests.num_requests, refused,
+        block=_power_of_two(size), num_warps=4,
+    )  # fmt: skip
 
 
 def expand(requests: Requests, history: torch.Tensor, rows: DeviceRows, *, vocab_size: int = 2**31 - 1) -> None:
@@ -112,6 +125,20 @@ def next_draft_rows(
 
 def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
+
+
+@triton.jit
+def _settle_kernel(slots, start, num_rows, unsettled, num_requests, refused, block: tl.constexpr):
+    # [block]
+    request = tl.arange(0, block)
+    real = request < tl.load(num_requests)
+    moves = real & (tl.load(unsettled + request, mask=real, other=0) != 0)
+    slot = tl.load(slots + request, mask=moves, other=0)
+    first = tl.load(start + request, mask=moves, other=0)
+    end = first + tl.load(num_rows + request, mask=moves, other=0) - tl.load(refused + slot, mask=moves, other=0)
+    first = tl.minimum(first, end - 1)
+    tl.store(start + request, first, mask=moves)
+    tl.store(num_rows + request, end - first, mask=moves)
 
 
 @triton.jit

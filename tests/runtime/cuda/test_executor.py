@@ -111,11 +111,17 @@ def test_a_budget_between_two_buckets_has_room_for_the_larger(target, device):
     assert outcome.tokens == reference(target, requests).tokens
 
 
-@pytest.mark.parametrize("policy", ["off", "sometimes"])
-def test_planning_ahead_of_results_gets_the_same_tokens(target, device, policy):
-    """Also where some steps draft, which are waited for, and requests come and go between them."""
-    draft, lengths = (None, None) if policy == "off" else (make_draft(target), Sometimes(seed=2))
+@pytest.mark.parametrize(
+    ("policy", "filtered"), [("off", True), ("sometimes", True), ("always", False), ("random", False)]
+)
+def test_planning_ahead_of_results_gets_the_same_tokens(target, device, policy, filtered):
+    """Also where requests come and go in between, and where steps with filtered drafts are waited for."""
+    draft = make_draft(target) if policy != "off" else None
+    lengths = {"off": None, "sometimes": Sometimes(seed=2), "always": Fixed(3), "random": RandomLengths(3)}[policy]
     requests = chosen(target, device)
+    if not filtered:
+        requests = [r for r in requests if r.id in ("greedy", "sampled")]
+        requests = [replace(r, id=f"{r.id} {i}", seed=r.seed + i) for i in range(3) for r in requests]
     engine = make_engine(device, target, draft, lengths, ahead=True)
     submitted: list[int] = []
     submit = engine.executor.submit
@@ -135,6 +141,7 @@ def assert_same_logprobs(outcome: Outcome, expected: Outcome) -> None:
 
 def test_a_grammar_on_the_host_goes_with_filters_and_logprobs_on_the_device(device, folder, monkeypatch):
     """Three rows at a time are filtered, so that requests and rows of one request are torn apart."""
+    pytest.importorskip("llguidance")
     config = replace(CONFIGS["llama3"], head_dim=16, num_layers=1, vocab_size=320, eos_token_ids=(1, 2))
     target = Transformer.random(config, 0, std=0.3)
     monkeypatch.setattr("faser.runtime.cuda.executor.FILTERED_LOGITS", 3 * 320)

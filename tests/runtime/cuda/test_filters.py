@@ -291,6 +291,7 @@ def test_logprobs_of_certain_and_impossible_tokens(device):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_device():
     params = [SamplingParams(**some, **ADJUSTMENTS[number % 8]) for number, some in enumerate(FILTERS)]
     pair, rng = Pair(params, 5000, "cuda"), np.random.default_rng(6)

@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 pytest.importorskip("triton", reason="the kernels are written in Triton: pip install triton")
 
+from faser.pages import NO_WRITES
 from faser.runtime.batch import Rows
-from faser.runtime.cuda.rows import NO_SLOT, DeviceRows, Requests, expand, next_draft_rows
-from faser.types import IntArray
+from faser.runtime.cuda.rows import NO_SLOT, DeviceRows, Requests, expand, next_draft_rows, settle
+from faser.types import IntArray, StepPlan
 
 MAX_LEN = 900
 
@@ -146,3 +147,27 @@ def test_each_draft_step_has_a_row_for_every_request_that_still_drafts(device, c
         assert rows.wanted_positions.tolist() == padded(positions + 1, num_bucket)
         assert rows.token_ids.tolist() == padded(tokens, num_bucket)
         assert step.tolist() == [done + 1]
+
+
+@pytest.mark.parametrize(("count", "num_bucket"), [(0, 4), (1, 1), (5, 8), (37, 40)])
+@pytest.mark.parametrize("model", ["target", "draft"])
+def test_settling_on_the_device_is_settling_the_plan(device, model, count, num_bucket):
+    """As after a step that drafted: the target has one row, the draft two where all its tokens were accepted."""
+    rng = np.random.default_rng(count)
+    slots, num_tokens = rng.permutation(50)[:count], rng.integers(20, 90, count)
+    unsettled, refused = rng.random(count) < 0.7, rng.integers(0, 6, 50)
+    lag = np.where(unsettled, 2, rng.integers(1, 9, count))
+    plan = StepPlan(
+        (), (), slots, num_tokens, num_tokens - 1, np.ones_like(slots), np.full_like(slots, 3), num_tokens - lag, lag,
+        unsettled, NO_WRITES, NO_WRITES,
+    )  # fmt: skip
+    settled = plan.settle(refused[slots])
+    before, after = (
+        (each.start, each.num_rows) if model == "target" else (each.draft_start, each.draft_rows)
+        for each in (plan, settled)
+    )
+    requests = Plan(slots, *before, np.zeros_like(slots), np.ones_like(unsettled)).upload(num_bucket, device)
+    requests.unsettled[:count] = ints(unsettled, device)
+    settle(requests, ints(refused, device))
+    assert requests.start.tolist() == padded(after[0], num_bucket, 77)
+    assert requests.num_rows.tolist() == padded(after[1], num_bucket, 77)

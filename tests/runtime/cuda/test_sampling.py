@@ -417,6 +417,7 @@ def test_the_verdict_is_the_cpu_verifiers(device, num, num_bucket, max_length, c
         packed = step.judge(max_length + 1, num_bucket)
         assert packed[:num, NUM_ACCEPTED].tolist() == accepted
         assert packed[:num, BROKEN].tolist() == broken
+        assert step.slots.refused[step.requests.slots[:num]].tolist() == (step.num_drafted - accepted).tolist()
         for row, tokens in zip(packed[:num, FIRST_TOKEN:].tolist(), emitted, strict=True):
             assert row == tokens + [-1] * (max_length + 1 - len(tokens))
         assert (packed[num:] == -9).all()

@@ -1,0 +1,76 @@
+"""How the GPU's memory is divided, and what to tell who runs out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from faser.errors import ConfigError, EngineError
+
+ADVICE = "lower --kv-memory, --max-batch-tokens or --max-running"
+GIB = 2**30
+
+
+@contextmanager
+def explained_shortage(error: type[ConfigError] | type[EngineError]) -> Iterator[None]:
+    """Out of memory becomes an error that says which flag to lower."""
+    try:
+        yield
+    except torch.OutOfMemoryError as shortage:
+        raise error(f"out of GPU memory; {ADVICE} ({str(shortage).splitlines()[0]})") from shortage
+
+
+@dataclass(frozen=True)
+class Division:
+    """Bytes of the whole GPU."""
+
+    total: int
+    others: int  # other processes, the driver, tensors that are not the engine's
+    weights: int
+    buffers: int  # that forwards compute in
+    pages: int  # KV
+    graphs: int  # captured, with the kernels' code
+    num_tokens: int  # the pages hold, of target and draft alike
+
+    @property
+    def left(self) -> int:
+        return self.total - self.others - self.weights - self.buffers - self.pages - self.graphs
+
+    def __str__(self) -> str:
+        def gib(size: int) -> str:
+            return f"{size / GIB:.1f}"
+
+        return (
+            f"GPU memory, {gib(self.total)} GiB: weights {gib(self.weights)}, KV pages {gib(self.pages)} "
+            f"({self.num_tokens:,} tokens), buffers {gib(self.buffers)}, graphs {gib(self.graphs)}, "
+            f"others {gib(self.others)}, left {gib(self.left)}"
+        )
+
+
+class Ledger:
+    """Takes down what was taken in between."""
+
+    def __init__(self, weights: int) -> None:
+        torch.cuda.empty_cache()
+        self._weights = weights
+        self._buffers = 0
+        self._others = self.total - self.free - weights
+
+    @property
+    def total(self) -> int:
+        return int(torch.cuda.mem_get_info()[1])
+
+    @property
+    def free(self) -> int:
+        return int(torch.cuda.mem_get_info()[0])
+
+    def buffers_are_made(self) -> None:
+        torch.cuda.empty_cache()
+        self._buffers = self.total - self.free - self._others - self._weights
+
+    def graphs_are_made(self, pages: int, num_tokens: int) -> Division:
+        graphs = self.total - self.free - self._others - self._weights - self._buffers - pages
+        return Division(self.total, self._others, self._weights, self._buffers, pages, graphs, num_tokens)

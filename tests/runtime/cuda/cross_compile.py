@@ -1,0 +1,73 @@
+"""Compiles kernels for a GPU that is not there, in a process of its own: the tests' own runs them in the interpreter.
+
+Prints what came of it as one JSON line. Tensors are the CPU's, so a kernel that is launched after all would crash.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from faser.runtime.cuda.compile import compile_all
+from faser.runtime.cuda.linear import rms_norm, silu_mul
+
+launchers: list[str] = []
+
+
+class Driver:
+    """As much of a GPU as the compiler asks for."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def launcher_cls(self, source, metadata) -> None:
+        launchers.append(source.fn.__name__)
+
+
+@triton.jit
+def _impossible_kernel(out):
+    tl.static_assert(False, "never")
+    tl.store(out, 1.0)
+
+
+def rows(size: int) -> torch.Tensor:
+    return torch.full((2, size), 7.0, dtype=torch.bfloat16)
+
+
+def fails() -> None:
+    raise RuntimeError("no such buffer")
+
+
+def main() -> None:
+    driver.set_active(Driver())
+    small, large, out = rows(64), rows(128), rows(64)
+    runs = [
+        lambda: rms_norm(small, small[0], 1e-5, out),
+        lambda: rms_norm(small[:1], small[1], 1e-5, out),  # the same variant
+        lambda: rms_norm(large, large[0], 1e-5, rows(128)),
+        lambda: _impossible_kernel[(1,)](out),
+        lambda: silu_mul(large, out),
+        fails,
+    ]
+    steps, again = [], []
+    compile_all(runs, lambda done, total: steps.append((done, total)))
+    compile_all(runs[:3], lambda done, total: again.append((done, total)))
+    cubins = [path.stem for path in Path(triton.knobs.cache.dir).rglob("*.cubin")]
+    untouched = bool((out == 7).all())
+    print(
+        json.dumps({"cubins": cubins, "launchers": launchers, "steps": steps, "again": again, "untouched": untouched})
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Compiling ahead: what a dry run needs is there afterwards, and nothing was launched."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from faser.runtime.cuda.compile import compile_all  # noqa: E402
+from faser.runtime.cuda.linear import rms_norm  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """What tests/runtime/cuda/cross_compile.py says."""
+    cache = str(tmp_path_factory.mktemp("triton"))
+    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
+    command = [sys.executable, "-m", "tests.runtime.cuda.cross_compile"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_variant_is_compiled_once_and_nothing_is_launched(compiled):
+    assert sorted(compiled["cubins"]) == ["_norm_kernel", "_norm_kernel", "_silu_mul_kernel"]
+    assert compiled["untouched"]
+
+
+def test_kernels_of_one_signature_share_a_launcher(compiled):
+    assert set(compiled["launchers"]) == {"_norm_kernel", "_silu_mul_kernel"}
+
+
+def test_a_kernel_or_a_run_that_fails_keeps_no_other_from_being_compiled(compiled):
+    # four kernels, the impossible one among them
+    assert compiled["steps"] == [[done, 4] for done in (1, 2, 3, 4)]
+
+
+def test_what_is_compiled_is_not_compiled_again(compiled):
+    assert compiled["again"] == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter serves where there is no CUDA device")
+def test_in_the_interpreter_nothing_is_run():
+    compile_all([lambda: pytest.fail("was run")])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_launch_after_a_dry_run_compiles_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compilations = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compilations.append(what["repr"]))
+    x = torch.randn(3, 328, device="cuda", dtype=torch.bfloat16)  # a size no other test has
+    out = torch.full_like(x, 7)
+    weight = torch.randn(328, device="cuda", dtype=torch.bfloat16)
+    compile_all([lambda: rms_norm(x, weight, 1e-5, out)])
+    torch.cuda.synchronize()
+    assert len(compilations) == 1
+    assert (out == 7).all()
+    rms_norm(x, weight, 1e-5, out)
+    assert len(compilations) == 1
+    wanted = torch.nn.functional.rms_norm(x.float(), (328,), weight.float(), 1e-5)
+    torch.testing.assert_close(out.float(), wanted, atol=3e-2, rtol=3e-2)

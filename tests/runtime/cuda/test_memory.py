@@ -1,0 +1,88 @@
+"""Who runs out of GPU memory is told which flag to lower, and start-up says where the memory went."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from faser.config import EngineOptions
+from faser.errors import ConfigError, EngineError
+from faser.models.transformer import Transformer
+from faser.policy import Fixed
+from faser.runtime.build import build_engine
+from faser.runtime.cuda.memory import GIB, Division, explained_shortage
+from faser.types import Request, SamplingParams
+from tests.runtime.cuda.test_executor import on
+from tests.tiny import CONFIGS, make_draft
+
+
+@pytest.mark.parametrize("kind", [ConfigError, EngineError])
+def test_a_shortage_names_the_flags(kind):
+    advice = r"lower --kv-memory, --max-batch-tokens or --max-running \(tried 7 GiB\)"
+    with pytest.raises(kind, match=advice), explained_shortage(kind):
+        raise torch.OutOfMemoryError("tried 7 GiB\nand a long explanation")
+
+
+def test_other_errors_pass():
+    with pytest.raises(KeyError), explained_shortage(EngineError):
+        raise KeyError("x")
+
+
+def test_the_division_adds_up_to_the_whole():
+    division = Division(140 * GIB, GIB, 17 * GIB, GIB // 2, 118 * GIB, GIB // 2, 1_000_000)
+    assert division.left == 3 * GIB
+    text = str(division)
+    for part in (
+        "140.0 GiB",
+        "weights 17.0",
+        "KV pages 118.0 (1,000,000 tokens)",
+        "buffers 0.5",
+        "graphs 0.5",
+        "left 3.0",
+    ):
+        assert part in text
+
+
+@pytest.fixture
+def models():
+    target = Transformer.random(replace(CONFIGS["llama3"], head_dim=16), 0)
+    return on(target, "cuda"), on(make_draft(target), "cuda")
+
+
+@pytest.mark.gpu
+def test_more_pages_than_memory_are_refused_with_advice(models):
+    with pytest.raises(ConfigError, match="lower --kv-memory"):
+        build_engine(*models, EngineOptions(num_pages=10**9, device="cuda", max_running=4))
+
+
+@pytest.mark.gpu
+def test_start_up_says_how_memory_is_divided(models, caplog):
+    with caplog.at_level(logging.INFO, "faser.engine"):
+        engine = build_engine(*models, EngineOptions(kv_memory=2**28, device="cuda", max_running=4))
+    (line,) = [record.getMessage() for record in caplog.records if "GPU memory" in record.getMessage()]
+    assert "KV pages 0.2" in line or "KV pages 0.3" in line or "KV pages 0.0" in line, line
+    engine.close()
+
+
+@pytest.mark.gpu
+def test_a_step_without_memory_fails_with_advice_and_the_engine_goes_on(models, monkeypatch):
+    engine = build_engine(*models, EngineOptions(policy=Fixed(2), num_pages=64, device="cuda", max_running=4))
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    engine.add(Request(id="a", prompt_token_ids=(1, 2, 3), params=params, seed=0))
+    with monkeypatch.context() as patch:
+
+        def fail(*_):
+            torch.empty(2**50, device="cuda")
+
+        patch.setattr(engine.executor, "_verify", fail)
+        with pytest.raises(EngineError, match="lower --kv-memory"):
+            engine.step()
+    assert len(engine.abandon()) == 1
+    engine.add(Request(id="b", prompt_token_ids=(1, 2, 3), params=params, seed=0))
+    tokens = []
+    while engine.has_work:
+        tokens += [token for item in engine.step() for token in item.token_ids]
+    assert len(tokens) == 4
