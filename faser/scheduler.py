@@ -133,6 +133,7 @@ class Scheduler:
         self._num_published, self._draft_published = per_slot(), per_slot()  # pages
         self._max_draft = per_slot()
         self._drafted, self._verified, self._accepted, self._steps = per_slot(), per_slot(), per_slot(), per_slot()
+        self._lengths: IntArray = np.zeros((limits.max_running, MAX_LENGTH + 1), dtype=np.int64)  # steps, by length
         self._watched: NDArray[np.bool_] = np.zeros(limits.max_running, dtype=np.bool_)  # has stop strings or logprobs
         self._stop_ids: dict[int, int] = {}  # stop id → running requests that have it
         self._stop_array: IntArray = np.zeros(0, dtype=np.int64)
@@ -218,6 +219,7 @@ class Scheduler:
         self._verified[slots] += result.num_verified
         self._accepted[slots] += result.num_accepted
         self._steps[slots] += samples
+        self._lengths[slots, result.num_drafted] += samples
         for index, reason in result.failures.items():
             self._fail(int(slots[index]), reason)
         self._publish_prompts(slots)
@@ -360,6 +362,7 @@ class Scheduler:
             accepted=int(self._accepted[slot]),
             steps=int(self._steps[slot]),
             cached=entry.stats.cached,
+            lengths=tuple(np.trim_zeros(self._lengths[slot], "b").tolist()),
         )
 
     # ── planning: running requests first ─────────────────────────────────────────────────────────────────────────────
@@ -451,6 +454,8 @@ class Scheduler:
         )
         self._drafted[slot], self._verified[slot] = entry.stats.drafted, entry.stats.verified
         self._accepted[slot], self._steps[slot] = entry.stats.accepted, entry.stats.steps
+        self._lengths[slot] = 0
+        self._lengths[slot, : len(entry.stats.lengths)] = entry.stats.lengths
         self._watched[slot] = entry.checker is not None or request.params.logprobs is not None
         for stop_id in request.stop_ids:
             self._stop_ids[stop_id] = self._stop_ids.get(stop_id, 0) + 1

@@ -201,6 +201,7 @@ class Stats:
     accepted: int = 0  # and kept: tokens behind a stop do not count
     steps: int = 0  # steps that emitted tokens, so that accepted + steps is the number of tokens
     cached: int = 0  # prompt tokens found in the prefix cache when the request first ran
+    lengths: tuple[int, ...] = ()  # index k: how many of these steps drafted k tokens; up to the longest
 
     @property
     def pruned(self) -> int:

@@ -26,3 +26,6 @@ def test_totals_are_those_of_the_steps_and_positions_count_runs():
     assert stats.predicted_seconds == 0.5 * stats.steps
     assert stats.lengths.sum() == sum(progress.finish.stats.steps for progress in world.finished.values())
     assert (stats.lengths * range(stats.lengths.size)).sum() == stats.drafted
+    each = [progress.finish.stats for progress in world.finished.values()]
+    assert all(sum(one.lengths) == one.steps for one in each)
+    assert all(sum(k * count for k, count in enumerate(one.lengths)) == one.drafted for one in each)

@@ -1,0 +1,80 @@
+"""What a benchmark plays and what it sees: the words that workloads, drivers, summaries and reports share.
+
+Seconds are counted from the start of a run. Tokens are counted as tokens, never as stream events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Item:
+    """One request of a workload."""
+
+    arrival: float
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    category: str = ""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests in order of arrival.
+
+    With `concurrency` it is a closed loop: so many are open at any time, the next one is sent when one ends, and
+    arrivals do not matter.
+    """
+
+    items: tuple[Item, ...]
+    concurrency: int | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)  # how it was made, for the report
+
+
+@dataclass(frozen=True)
+class Record:
+    """What became of one request. What a system does not tell is None."""
+
+    index: int  # in the workload
+    category: str
+    num_prompt: int
+    arrival: float  # when it was due; in a closed loop, when it was sent
+    first: float | None  # when its first token was there
+    end: float | None  # and its last; None if it never ended
+    num_tokens: int  # put out
+    error: str | None = None  # why it was lost: refused, dropped, failed
+    drafted: int | None = None
+    verified: int | None = None
+    accepted: int | None = None
+    steps: int | None = None
+    lengths: tuple[int, ...] = ()  # index k: steps in which it drafted k tokens
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A slice of a run, for time lines."""
+
+    time: float  # its end
+    running: int
+    waiting: int
+    emitted: int  # tokens, in the slice
+    drafted: int
+    accepted: int
+    mean_length: float  # over the requests that decoded, 0 included
+    speculating: float  # share of its steps in which anybody drafted
+
+
+@dataclass(frozen=True)
+class Run:
+    """One workload played once through one system."""
+
+    system: str  # e.g. "off", "fixed:3", "vLLM K=4"
+    records: tuple[Record, ...]
+    seconds: float  # from the first arrival to the last token
+    phases: Mapping[str, float] = field(default_factory=dict)  # seconds by phase: draft, verify, exit check, host, idle
+    verified_per_position: tuple[int, ...] = ()
+    accepted_per_position: tuple[int, ...] = ()
+    moments: tuple[Moment, ...] = ()
+    about: Mapping[str, Any] = field(default_factory=dict)  # models, device, versions, the rate it was played at
