@@ -571,7 +571,7 @@ class Scheduler:
         rows = np.where(lengths > 0, lag, 0)
         rows = self._share_catch_up(rows)
         lengths = np.where(rows == lag, lengths, 0)
-        # Those that kept up come first and, each drafting, take no more rows than there are: what is unsettled is whole.
+        # Those that kept up come first, and each drafts: they never want more rows than there are.
         assert (rows == lag)[self._unsettled[slots] & (rows > 0)].all()
         needed = np.where(rows > 0, self._draft_computed[slots] + rows + np.maximum(lengths - 1, 0), 0)
         if not self.draft_pages.reserve(slots, needed):
