@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from faser.runtime.cuda import attention
-from faser.runtime.cuda.attention import AttentionConfig, Tiles, Workspace
+from faser.runtime.cuda.attention import AttentionConfig, Memory, Tiles
 
 PAGE_SIZE = 16
 BANDWIDTH = 4.3e12  # bytes per second a large copy moves on an H200, read and write counted
@@ -108,8 +108,8 @@ class Layers:
             *map(_int32, (counts.cumsum() - counts, counts, starts, np.arange(requests), request, offset)),
             _int32([request.size]),
         )
-        self.workspace = Workspace.of(
-            config, rows, request.size, shape.num_heads, shape.num_kv_heads, shape.head_dim, "cuda"
+        self.workspace = Memory("cuda").workspace(
+            config, rows, request.size, shape.num_heads, shape.num_kv_heads, shape.head_dim
         )
 
     def rotate_and_write(self, layer: int) -> None:

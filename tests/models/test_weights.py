@@ -62,7 +62,7 @@ def test_a_sharded_checkpoint_loads_equal_to_the_single_one(tmp_path: Path) -> N
 
 def test_reading_in_small_pieces_changes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = load(folder)
-    monkeypatch.setattr(weights, "_MAPPED_BYTES", 1000)
+    monkeypatch.setattr(weights, "_PIECE_BYTES", 1000)
     assert same(whole, load(folder))
 
 

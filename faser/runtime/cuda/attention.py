@@ -158,31 +158,32 @@ class Workspace:
     log_sums: Tensor  # [rows, num_heads, num_splits] float32: log2 of the sum of weights
     arrived: Tensor  # [T, num_kv_heads] int32: the splits of a tile that are done; zero between launches
 
-    @classmethod
-    def of(
-        cls,
-        config: AttentionConfig,
-        num_rows: int,
-        num_tiles: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        device: torch.device | str,
+
+class Memory:
+    """One piece of memory for the workspaces of launches that never run at once: it is as large as the largest."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._results = torch.empty(0, dtype=torch.float32, device=device)
+        self._arrived = torch.zeros(0, dtype=torch.int32, device=device)
+        self._outgrown: list[Tensor] = []  # graphs may hold their addresses
+
+    def workspace(
+        self, config: AttentionConfig, num_rows: int, num_tiles: int, num_heads: int, num_kv_heads: int, head_dim: int
     ) -> Workspace:
         splits = config.num_splits if config.num_splits > 1 else 0
-        return cls(
-            torch.empty(num_rows, num_heads, splits, head_dim, dtype=torch.float32, device=device),
-            torch.empty(num_rows, num_heads, splits, dtype=torch.float32, device=device),
-            torch.zeros(num_tiles, num_kv_heads, dtype=torch.int32, device=device),
+        num_sums, num_counts = num_rows * num_heads * splits, num_tiles * num_kv_heads
+        num_partial = num_sums * head_dim
+        if self._results.numel() < num_partial + num_sums:
+            self._outgrown.append(self._results)
+            self._results = self._results.new_empty(num_partial + num_sums)
+        if self._arrived.numel() < num_counts:
+            self._outgrown.append(self._arrived)
+            self._arrived = self._arrived.new_zeros(num_counts)
+        return Workspace(
+            self._results[:num_partial].view(num_rows, num_heads, splits, head_dim),
+            self._results[num_partial : num_partial + num_sums].view(num_rows, num_heads, splits),
+            self._arrived[:num_counts].view(num_tiles, num_kv_heads),
         )
-
-
-def workspace_bytes(
-    config: AttentionConfig, num_rows: int, num_tiles: int, num_heads: int, num_kv_heads: int, head_dim: int
-) -> int:
-    """What Workspace.of allocates."""
-    splits = config.num_splits if config.num_splits > 1 else 0
-    return 4 * (num_rows * num_heads * splits * (head_dim + 1) + num_tiles * num_kv_heads)
 
 
 # ---- rotation and writing ----
@@ -240,7 +241,7 @@ def rotate_and_write(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rotate_kernel(
     qkv,
     positions,
@@ -355,18 +356,18 @@ def attend(
         tiles.num_tiles,
         table.stride(0),
         (head_dim**-0.5 if scale is None else scale) * LOG2_E,
+        config.rows_per_tile,
+        config.num_splits,
+        config.usual_splits,
+        config.min_split // config.block_n,
+        max(MAX_SPLIT, config.min_split) // config.block_n,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         page_size=page_size,
-        rows_per_tile=config.rows_per_tile,
         block_m=config.block_m,
         block_n=config.block_n,
-        num_splits=config.num_splits,
-        padded_splits=triton.next_power_of_2(config.num_splits),
-        usual_splits=config.usual_splits,
-        min_split=config.min_split,
-        max_split=max(MAX_SPLIT, config.min_split),
+        is_split=config.num_splits > 1,
         overlap=overlap,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -374,7 +375,8 @@ def attend(
     )
 
 
-@triton.jit
+# What differs from graph to graph and does not shape the code is not compiled in; nor is where num_tiles lies.
+@triton.jit(do_not_specialize=["num_tiles", "rows_per_tile", "num_splits", "usual_splits", "min_share", "max_share"])
 def _attend_kernel(
     qkv,
     pages,
@@ -392,21 +394,24 @@ def _attend_kernel(
     num_tiles,
     table_stride,
     scale,
+    rows_per_tile,
+    num_splits,
+    usual_splits,
+    min_share,
+    max_share,
     num_heads: tl.constexpr,
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
     page_size: tl.constexpr,
-    rows_per_tile: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
-    num_splits: tl.constexpr,
-    padded_splits: tl.constexpr,
-    usual_splits: tl.constexpr,
-    min_split: tl.constexpr,
-    max_split: tl.constexpr,
+    is_split: tl.constexpr,
     overlap: tl.constexpr,
 ):
-    """One program for a split of a tile at one key head. Queries are [block_m, head_dim], keys [block_n, head_dim]."""
+    """One program for a split of a tile at one key head. Queries are [block_m, head_dim], keys [block_n, head_dim].
+
+    A share is a split's blocks of keys. Unless is_split there is one split, and no code for more.
+    """
     kv_head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request = tl.load(tile_request + tile)
     offset = tl.load(tile_offset + tile)
@@ -416,11 +421,14 @@ def _attend_kernel(
     position = tl.load(start + request) + offset  # of the tile's first row
     columns = table + tl.load(slot + request).to(tl.int64) * table_stride
     end = position + rows_here  # the keys its last row sees
-    num_blocks = tl.cdiv(end, block_n)
-    share = tl.maximum(tl.cdiv(num_blocks, usual_splits), min_split // block_n)
-    share = tl.maximum(tl.minimum(share, max_split // block_n), tl.cdiv(num_blocks, num_splits))
-    low = split * share * block_n
-    high = tl.minimum(end, low + share * block_n)
+    low, high, num_active = 0, end, 1
+    if is_split:
+        num_blocks = tl.cdiv(end, block_n)
+        share = tl.maximum(tl.cdiv(num_blocks, usual_splits), min_share)
+        share = tl.maximum(tl.minimum(share, max_share), tl.cdiv(num_blocks, num_splits))
+        low = split * share * block_n
+        high = tl.minimum(end, low + share * block_n)
+        num_active = tl.cdiv(num_blocks, share)
     if low >= high:
         return
 
@@ -457,10 +465,7 @@ def _attend_kernel(
         total = tl.sum(total, 1)
     acc = acc / total[:, None]
     result = out + (flat_row * num_heads + head)[:, None] * head_dim + dim[None, :]
-    num_active = tl.cdiv(num_blocks, share)
-    if num_splits == 1:
-        tl.store(result, acc.to(out.dtype.element_ty), mask=valid[:, None])
-    else:
+    if is_split:
         if num_active == 1:
             tl.store(result, acc.to(out.dtype.element_ty), mask=valid[:, None])
         else:
@@ -472,8 +477,10 @@ def _attend_kernel(
             count = arrived + tile * num_kv_heads + kv_head
             if tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == num_active - 1:
                 tl.store(count, 0)
-                acc = _combine(partial, log_sums, place, valid, num_active, block_m, head_dim, padded_splits)
+                acc = _combine(partial, log_sums, place, valid, num_active, block_m, head_dim)
                 tl.store(result, acc.to(out.dtype.element_ty), mask=valid[:, None])
+    else:
+        tl.store(result, acc.to(out.dtype.element_ty), mask=valid[:, None])
 
 
 @triton.jit
@@ -515,25 +522,23 @@ def _scan(
 
 
 @triton.jit
-def _combine(
-    partial, log_sums, place, valid, num_active,
-    block_m: tl.constexpr, head_dim: tl.constexpr, padded_splits: tl.constexpr,
-):  # fmt: skip
+def _combine(partial, log_sums, place, valid, num_active, block_m: tl.constexpr, head_dim: tl.constexpr):
     """The mean of the splits' results, each weighed by its sum of weights. Loads bypass the SM's own cache."""
     dim = tl.arange(0, head_dim)
-    # [block_m, splits]
-    each = tl.arange(0, padded_splits)[None, :]
-    active = valid[:, None] & (each < num_active)
-    sums = tl.load(log_sums + place[:, None] + each, mask=active, other=FAR, cache_modifier=".cg")
-    peak = tl.max(sums, 1)
-    total = tl.sum(tl.exp2(sums - peak[:, None]), 1)
+    peak = tl.full([block_m], FAR, tl.float32)
+    total = tl.zeros([block_m], tl.float32)
     acc = tl.zeros([block_m, head_dim], tl.float32)
     at_once: tl.constexpr = max(1, 128 // block_m)  # independent loads that the registers hold
     for first in range(0, num_active, at_once):
         for split in tl.static_range(at_once):
             from_split = place + first + split
             there = valid & (from_split - place < num_active)
-            weight = tl.exp2(tl.load(log_sums + from_split, mask=there, other=FAR, cache_modifier=".cg") - peak)
+            log_sum = tl.load(log_sums + from_split, mask=there, other=FAR, cache_modifier=".cg")
             at = partial + from_split[:, None] * head_dim + dim[None, :]
-            acc += weight[:, None] * tl.load(at, mask=there[:, None], other=0.0, cache_modifier=".cg")
+            result = tl.load(at, mask=there[:, None], other=0.0, cache_modifier=".cg")
+            new_peak = tl.maximum(peak, log_sum)
+            shrink, weight = tl.exp2(peak - new_peak), tl.exp2(log_sum - new_peak)
+            acc = acc * shrink[:, None] + weight[:, None] * result
+            total = total * shrink + weight
+            peak = new_peak
     return acc / total[:, None]

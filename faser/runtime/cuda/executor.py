@@ -11,8 +11,9 @@ Drafts of either are guessed with the temperature alone, which costs agreement a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 
 from faser.errors import EngineError
 from faser.progress import Update
+from faser.runtime.cuda.compile import compile_all
 from faser.runtime.cuda.filters import Filters, logprobs, unpack_logprobs
 from faser.runtime.cuda.memory import explained_shortage
 from faser.runtime.cuda.model import ROW_BUCKETS, CudaModel, Shape, first_draft, next_draft, verification
@@ -39,6 +41,7 @@ from faser.types import (
 )
 
 FILTERED_LOGITS = 1 << 22  # logits filtered at a time: sorting them takes some 250 MB
+PROMPT_ROWS = (8, 16, 32, 1 << 30)  # sizes of prompts that take kernels of their own
 MAX_FLIGHTS = 2  # steps submitted and not collected
 
 
@@ -79,6 +82,7 @@ class CudaExecutor:
         self._landings = deque(_Landing(max_requests, width, device) for _ in range(MAX_FLIGHTS))
         self._flights: deque[_Flight] = deque()
         self._runs_ahead = runs_ahead
+        self._is_compiled = False
         self._usual_rows = 1  # of a request that speculates: fewer take the same graphs, so that there are few of them
 
     @torch.inference_mode()
@@ -94,10 +98,29 @@ class CudaExecutor:
             if self._draft is not None:
                 wanted += [(self._draft, first_draft(size, 2)) for size in sizes]
                 wanted += [(self._draft, next_draft(size)) for size in sizes if length > 1]
-        for done, (model, shape) in enumerate(reversed(wanted)):  # the largest first: their buffers serve the others
-            if shape is not None and model.has_graph_of(shape):
-                model.capture(shape)
-            update(done + 1, len(wanted))
+        # the largest first: their buffers serve the others
+        ready = [(each, shape) for each, shape in reversed(wanted) if shape is not None and each.has_graph_of(shape)]
+        if not self._is_compiled:
+            compile_all(self._dry_runs(ready))
+            self._is_compiled = True
+        for done, (model, shape) in enumerate(ready):
+            model.capture(shape)
+            update(done + 1, len(ready))
+
+    def _dry_runs(self, graphs: Sequence[tuple[CudaModel, Shape]]) -> Iterator[Callable[[], None]]:
+        """Everything that launches kernels, before anything has run."""
+        for model, shape in graphs:
+            yield partial(model.forward, shape)
+        for model in [self._target] + ([self._draft] if self._draft is not None else []):
+            for rows in PROMPT_ROWS:
+                num_rows = np.array([min(rows, model.max_rows)])
+                shape = Shape(1, int(num_rows[0]), int(num_rows[0]), 1)
+                yield partial(model.forward, shape, num_rows, np.zeros(1, dtype=np.int64))
+        target = self._target
+        yield partial(
+            judge, target.choices, target.requests, target.rows.cu_wanted, self._slots, self._packed,
+            acceptance=self._acceptance,
+        )  # fmt: skip
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.submit(plan)

@@ -125,6 +125,7 @@ class CudaModel:
             _least(ROW_BUCKETS, max_rows) or max_rows, 2 * (_least(ROW_BUCKETS, max_requests) or max_requests)
         )
         self.model = model
+        self.max_rows = max_rows
         self.page_size = page_size
         self._writes = writes
         self.requests = Requests.allocate(max_requests, device)
@@ -159,7 +160,7 @@ class CudaModel:
         self._totals = torch.zeros_like(self._arange)
         self._rest = torch.zeros(1, dtype=torch.int32, device=device)
         self._linear = linear.Workspace.allocate(device)
-        self._workspaces: dict[tuple[AttentionConfig, int, int], Workspace] = {}
+        self._splits = attention.Memory(device)
         self._graphs: dict[Shape, Callable[[], None]] = {}
         self.pages = torch.zeros(0, dtype=dtype, device=device)
 
@@ -234,7 +235,10 @@ class CudaModel:
             tiles = self._tiles(shape, requests, rows)
         else:
             tiles = self._cut_tiles(requests, rows, config, num_rows, start)
-        workspace = self._workspace(shape, config, tiles.request.shape[0], keep=num_rows is None)
+        model = self.model.config
+        workspace = self._splits.workspace(
+            config, shape.num_rows, tiles.request.shape[0], model.num_heads, model.num_kv_heads, model.head_dim
+        )
         hidden = self._run_layers(shape.num_rows, rows, tiles, config, workspace)
         if shape.num_wanted:
             self._choose(shape, rows, hidden)
@@ -295,19 +299,6 @@ class CudaModel:
         count = torch.full((1,), cut[0].size, dtype=torch.int32, device=device)
         totals = requests.num_rows + requests.num_drafted
         return Tiles(rows.cu_rows[:-1], totals, requests.start, requests.slots, tile_request, tile_offset, count)
-
-    def _workspace(self, shape: Shape, config: AttentionConfig, num_tiles: int, keep: bool) -> Workspace:
-        """Graphs of one configuration and size share theirs: they run one after the other."""
-        key = (config, shape.num_rows, num_tiles)
-        if key in self._workspaces:
-            return self._workspaces[key]
-        model = self.model.config
-        made = Workspace.of(
-            config, shape.num_rows, num_tiles, model.num_heads, model.num_kv_heads, model.head_dim, self.model.device
-        )
-        if keep:
-            self._workspaces[key] = made
-        return made
 
     def _run_layers(
         self, num_rows: int, rows: DeviceRows, tiles: Tiles, config: AttentionConfig, workspace: Workspace

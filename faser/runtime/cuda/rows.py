@@ -17,6 +17,14 @@ import triton
 import triton.language as tl
 
 NO_SLOT = -1  # of a padding row: nobody's
+LEAST_BLOCK = 256  # requests a kernel is compiled for at least: fewer would be no faster, and more kernels to compile
+
+# Arguments that differ from bucket to bucket, by name: a kernel must not be compiled anew for what they happen to be.
+VARYING = [
+    "num_rows", "num_requests", "unsettled", "slots", "start", "request_slots", "num_context", "num_drafted", "samples",
+    "lengths", "step", "cu_rows", "cu_wanted", "wanted", "history_stride", "last_token", "max_rows", "max_wanted",
+    "num_bucket_requests",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -124,10 +132,10 @@ def next_draft_rows(
 
 
 def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()
+    return max(LEAST_BLOCK, 1 << (count - 1).bit_length())
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _settle_kernel(slots, start, num_rows, unsettled, num_requests, refused, block: tl.constexpr):
     # [block]
     request = tl.arange(0, block)
@@ -150,7 +158,7 @@ def _fill_padding(slots, positions, values, first, capacity, block: tl.constexpr
         tl.store(values + row, 0, mask=row < capacity)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _expand_kernel(
     request_slots, start, num_context, num_drafted, samples,
     num_requests, history,
@@ -197,7 +205,7 @@ def _expand_kernel(
         _fill_padding(wanted_slots, wanted_positions, wanted, first_wanted, max_wanted, block, no_slot)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _draft_kernel(
     request_slots, start, num_context, num_requests, lengths, step, history,
     cu_rows, cu_wanted, row_slots, positions, token_ids,

@@ -156,20 +156,6 @@ def _shape_of_a_block(num_tiles: int) -> tuple[int, int]:
     return 2, min(-(-num_tiles // MANY_BLOCKS), MOST_TILES_PER_BLOCK)
 
 
-def write_tokens(
-    tokens: torch.Tensor,
-    row_slots: torch.Tensor,
-    positions: torch.Tensor,
-    num_rows: torch.Tensor,
-    history: torch.Tensor,
-) -> None:
-    """history[slot, position] = token for the first num_rows rows of tokens, row_slots and positions, int32 [R]."""
-    block = 128
-    _write_kernel[(-(-tokens.shape[0] // block),)](
-        tokens, row_slots, positions, num_rows, history, history.stride(0), block=block, num_warps=4
-    )
-
-
 def judge(
     choices: Choices,
     requests: Requests,
@@ -337,7 +323,7 @@ def _finish_row(
     return chosen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "history_stride", "num_tiles", "tiles_per_block"])
 def _sample_kernel(
     logits, row_slots, positions, num_rows,
     seeds, inverse_temperatures, vocabulary, history,
@@ -381,19 +367,10 @@ def _sample_kernel(
             tl.store(history + slot * history_stride + position, chosen)
 
 
-@triton.jit
-def _write_kernel(tokens, row_slots, positions, num_rows, history, history_stride, block: tl.constexpr):
-    row = tl.program_id(0) * block + tl.arange(0, block)
-    real = row < tl.load(num_rows)
-    slot = tl.load(row_slots + row, mask=real, other=0).to(tl.int64)
-    position = tl.load(positions + row, mask=real, other=0)
-    tl.store(history + slot * history_stride + position, tl.load(tokens + row, mask=real, other=0), mask=real)
-
-
 # --- verdict -------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["cu_wanted", "num_requests", "history_stride", "packed_stride", "width"])
 def _judge_kernel(
     said_tokens, broken, cu_wanted, request_slots, start, num_rows,
     num_requests, history, seeds, refused, acceptance, packed,

@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from faser.runtime.cuda.attention import AttentionConfig, Memory, Tiles, attend
 from faser.runtime.cuda.compile import compile_all
 from faser.runtime.cuda.linear import rms_norm, silu_mul
 
@@ -44,6 +45,16 @@ def rows(size: int) -> torch.Tensor:
     return torch.full((2, size), 7.0, dtype=torch.bfloat16)
 
 
+def attend_with(rows_per_tile: int, num_splits: int, num_tiles: int) -> None:
+    """Rows of two heads of 16 over pages of 4."""
+    config = AttentionConfig(rows_per_tile, 16, 16, num_splits, num_splits, 16, 4, 2)
+    qkv, pages = torch.zeros(8, 4, 16, dtype=torch.bfloat16), torch.zeros(3, 4, 2, 16, dtype=torch.bfloat16)
+    counts = torch.zeros(9, dtype=torch.int32)
+    tiles = Tiles(*(counts[:num_tiles] for _ in range(6)), counts[num_tiles : num_tiles + 1])
+    workspace = Memory("cpu").workspace(config, 8, num_tiles, 2, 1, 16)
+    attend(qkv, pages, torch.zeros(4, 16, dtype=torch.int32), tiles, rows(32), workspace, config)
+
+
 def fails() -> None:
     raise RuntimeError("no such buffer")
 
@@ -57,6 +68,9 @@ def main() -> None:
         lambda: rms_norm(large, large[0], 1e-5, rows(128)),
         lambda: _impossible_kernel[(1,)](out),
         lambda: silu_mul(large, out),
+        lambda: attend_with(rows_per_tile=1, num_splits=2, num_tiles=1),
+        lambda: attend_with(rows_per_tile=2, num_splits=3, num_tiles=8),
+        lambda: attend_with(rows_per_tile=8, num_splits=16, num_tiles=4),
         fails,
     ]
     steps, again = [], []

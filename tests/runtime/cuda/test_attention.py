@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="pip install triton")
 from faser.models.config import Rope
 from faser.models.layers import rms_norm_heads_, rope_tables, rotate
 from faser.runtime.cuda import attention
-from faser.runtime.cuda.attention import AttentionConfig, Tiles, Workspace, build_tiles, tile_capacity
+from faser.runtime.cuda.attention import AttentionConfig, Memory, Tiles, build_tiles, tile_capacity
 
 PAGE_SIZE, NUM_SLOTS, COLUMNS = 4, 6, 24
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -100,7 +100,7 @@ def attend(step, config):
     tiles = make_tiles(step, config.rows_per_tile)
     out = torch.full((len(step.qkv), shape.num_heads * shape.head_dim), 7.0, dtype=step.qkv.dtype, device=device)
     sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
-    workspace = Workspace.of(config, len(out), len(tiles.request), *sizes, device)
+    workspace = Memory(device).workspace(config, len(out), len(tiles.request), *sizes)
     workspace.partial.fill_(torch.nan)
     workspace.log_sums.fill_(torch.nan)
     for _ in range(2):  # the second finds the workspace as the first left it
@@ -180,13 +180,18 @@ def test_requests_may_share_pages(place):
     assert_attends(step, config_of(Shape(), 4, 2))
 
 
-def test_the_workspace_takes_the_bytes_it_says():
-    for num_splits in (1, 3):
-        config = config_of(Shape(), 4, num_splits)
-        workspace = Workspace.of(config, 10, 7, 4, 2, 16, "cpu")
-        tensors = (workspace.partial, workspace.log_sums, workspace.arrived)
-        taken = sum(each.numel() * each.element_size() for each in tensors)
-        assert taken == attention.workspace_bytes(config, 10, 7, 4, 2, 16)
+def test_workspaces_share_memory_and_what_was_given_out_stays_where_it_is():
+    memory = Memory("cpu")
+    sizes = [(1, 9), (3, 10), (2, 4)]  # splits, rows
+    made = [memory.workspace(config_of(Shape(), 4, splits), rows, 7, 4, 2, 16) for splits, rows in sizes]
+    assert [list(each.partial.shape) for each in made] == [[9, 4, 0, 16], [10, 4, 3, 16], [4, 4, 2, 16]]
+    assert made[1].partial.data_ptr() == made[2].partial.data_ptr()
+    larger = memory.workspace(config_of(Shape(), 4, 3), 20, 30, 4, 2, 16)
+    assert larger.partial.data_ptr() != made[1].partial.data_ptr()
+    larger.partial.zero_()
+    made[1].partial.fill_(1.0)  # a graph that was captured with it may still run
+    assert not larger.partial.any()
+    assert not any(each.arrived.any() for each in (*made, larger))
 
 
 def test_no_real_tile_means_no_write(place):
@@ -196,7 +201,7 @@ def test_no_real_tile_means_no_write(place):
     tiles = make_tiles(step, 1)
     tiles.num_tiles.zero_()
     out = torch.full((len(step.qkv), 64), 7.0, dtype=step.qkv.dtype, device=step.qkv.device)
-    workspace = Workspace.of(config, len(out), len(tiles.request), 4, 1, 16, out.device)
+    workspace = Memory(out.device).workspace(config, len(out), len(tiles.request), 4, 1, 16)
     attention.attend(step.qkv, step.pages, step.table, tiles, out, workspace, config)
     assert (out == 7).all()
 
@@ -245,7 +250,7 @@ def rotate_and_attend(step, tiles, config, overlap):
     num_rows = padded([step.num_rows], 0, 0, device)
     out = torch.zeros(len(step.qkv), shape.num_heads * shape.head_dim, dtype=step.qkv.dtype, device=device)
     sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
-    workspace = Workspace.of(config, len(out), len(tiles.request), *sizes, device)
+    workspace = Memory(device).workspace(config, len(out), len(tiles.request), *sizes)
     qkv = step.qkv.clone()
 
     def launch():

@@ -27,7 +27,6 @@ from faser.runtime.cuda.sampling import (  # noqa: E402
     judge,
     mixed_seed,
     sample,
-    write_tokens,
 )
 from faser.runtime.sampling import Sampler, gumbel, noise_keys  # noqa: E402
 from faser.runtime.verifier import _leading_matches  # noqa: E402
@@ -301,16 +300,12 @@ def test_confidence_is_the_chosen_tokens_probability(place):
         torch.testing.assert_close(case.choices.confidence.cpu().double(), expected, rtol=1e-4, atol=1e-9)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_sampled_tokens_are_written_at_their_positions_and_nowhere_else(place, fused):
+def test_sampled_tokens_are_written_at_their_positions_and_nowhere_else(place):
     device, dtype = place
     case = make_case(device, dtype, 6, 1200)
     case.row_slots, case.positions = np.array([3, 1, 3, 0, 7, 7]), np.array([5, 0, 6, 63, 2, 9])
-    tokens = case.sample(num_rows=5, write=fused)
+    tokens = case.sample(num_rows=5, write=True)
     history = case.slots.history
-    if not fused:
-        slots, positions = ints(case.row_slots, device), ints(case.positions, device)
-        write_tokens(case.choices.tokens, slots, positions, ints([5], device), history)
     expected = np.zeros(history.shape, np.int32)
     expected[case.row_slots[:5], case.positions[:5]] = tokens[:5]
     assert np.array_equal(history.cpu().numpy(), expected)
