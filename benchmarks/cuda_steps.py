@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import time
 from collections import Counter
 from dataclasses import asdict, replace
@@ -130,6 +131,7 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--waiting", action="store_true")
     args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # how the engine divides the memory
     batches, lengths = ([int(each) for each in text.split(",")] for text in (args.batches, args.lengths))
 
     target, draft = (make_model(name, seed, 4096) for seed, name in enumerate((args.target, args.draft)))
