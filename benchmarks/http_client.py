@@ -1,16 +1,15 @@
-"""What the HTTP benchmarks share: a server in a process of its own, what it uses, and two clients without a library.
+"""What the HTTP benchmarks share: a server in a process of its own, what it uses, and a client for very many streams.
 
-`Connection` is for soak.py: one exchange at a time, every byte looked at, and left at any moment. `flood` is for
-server_overhead.py: as many streams at once as are asked for, as cheap as they can be had, since the client shares the
-machine with the server. It counts the events and reads only the last one, which holds the number of tokens. It runs in
-a process of its own: `python benchmarks/http_client.py` takes one JSON document on standard input and prints another.
+`flood` is for server_overhead.py: as many streams at once as are asked for, as cheap as they can be had, since the
+client shares the machine with the server. It counts the events and reads only the last one, which holds the number of
+tokens. It runs in a process of its own: `python benchmarks/http_client.py` takes one JSON document on standard input
+and prints another.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import lzma
 import os
 import re
 import signal
@@ -18,21 +17,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
+from faser.bench import prompts
+from faser.bench.client import Answer, Connection, request_head
+
 ROOT = Path(__file__).resolve().parents[1]
-SPECBENCH = ROOT.parent / "shared" / "data" / "specbench.jsonl.xz"
 START_SECONDS = 180
 STOP_SECONDS = 60
 FLOOD_SECONDS = 600
 STUB_STEP_SECONDS = "STUB_STEP_SECONDS"  # the environment variable that paces stub_engine.py
 
-# Plain prose for a clone that has no other text beside it.
+# Plain prose, for an engine that has no model to write it.
 SENTENCES = (
     "The lighthouse keeper counted the ships that passed before dawn and wrote each name into a heavy ledger.",
     "A compiler translates a program into another language, usually one that a machine can execute directly.",
@@ -49,12 +50,9 @@ SENTENCES = (
 )
 
 
-def read_texts(path: Path = SPECBENCH) -> list[str]:
-    """Real prompts where the file is there, the sentences above where it is not."""
-    if not path.is_file():
-        return list(SENTENCES)
-    with lzma.open(path, "rt", encoding="utf-8") as file:
-        return [json.loads(line)["turns"][0] for line in file]
+def read_texts() -> list[str]:
+    """Real prompts."""
+    return [text for texts in prompts.read_texts("specbench").values() for text in texts]
 
 
 # ── the server ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -150,82 +148,6 @@ def _stat(pid: int) -> list[str]:
 
 
 # ── one exchange at a time ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True)
-class Answer:
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-
-def request_head(method: str, path: str, size: int | None) -> bytes:
-    """`size` is the body's; None sends it in chunks."""
-    length = "Transfer-Encoding: chunked" if size is None else f"Content-Length: {size}"
-    return f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{length}\r\n\r\n".encode()
-
-
-class Connection:
-    """One connection, for one exchange after the other."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-
-    @classmethod
-    async def open(cls, url: str) -> Connection:
-        parts = urlsplit(url)
-        return cls(*await asyncio.open_connection(parts.hostname, parts.port, limit=2**20))
-
-    async def ask(self, path: str, body: bytes | None = None) -> Answer:
-        """A whole exchange: POST with a body, GET without."""
-        self.write(request_head("GET" if body is None else "POST", path, len(body or b"")) + (body or b""))
-        return await self.answer()
-
-    def write(self, data: bytes) -> None:
-        self._writer.write(data)
-
-    async def drain(self) -> None:
-        await self._writer.drain()
-
-    async def answer(self) -> Answer:
-        status, headers = await self.head()
-        return Answer(status, headers, b"".join([part async for part in self.parts(headers)]))
-
-    async def head(self) -> tuple[int, dict[str, str]]:
-        first, *lines = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")[:-2]
-        headers = (line.partition(":") for line in lines)
-        return int(first.split()[1]), {name.lower(): value.strip() for name, _, value in headers}
-
-    async def parts(self, headers: dict[str, str]) -> AsyncIterator[bytes]:
-        """The body as it comes."""
-        if headers.get("transfer-encoding") != "chunked":
-            yield await self._reader.readexactly(int(headers["content-length"]))
-            return
-        while size := int(await self._reader.readuntil(b"\r\n"), 16):
-            yield (await self._reader.readexactly(size + 2))[:-2]
-        await self._reader.readexactly(2)
-
-    def close(self) -> None:
-        """With a farewell: what was sent still arrives."""
-        self._writer.close()
-
-    def abort(self) -> None:
-        """Without one."""
-        self._writer.transport.abort()
-
-
-async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The data of server-sent events."""
-    held = b""
-    async for part in parts:
-        *whole, held = (held + part).split(b"\n\n")
-        for event in whole:
-            if not event.startswith(b"data: "):
-                raise ValueError(f"no event: {event[:100]!r}")
-            yield event.removeprefix(b"data: ")
-    if held:
-        raise ValueError(f"the stream ends within an event: {held[:100]!r}")
 
 
 def get(url: str, path: str) -> Answer:

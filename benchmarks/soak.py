@@ -34,7 +34,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from http_client import Answer, Connection, Server, events, read_metrics, read_texts, request_head, resident_bytes
+from http_client import Server, read_metrics, read_texts, resident_bytes
+
+from faser.bench.client import Answer, Connection, events, request_head
 
 MAX_MODEL_LEN = 512
 # Small pages: a request is let in with one to spare, and outgrows it.

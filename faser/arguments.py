@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from faser.types import SamplingParams
 
 API_KEY_VARIABLE = "FASER_API_KEY"
-FILE_DESTINATIONS = ("model", "draft", "chat_template")  # what a shell completes with file names
+# what a shell completes with file names
+FILE_DESTINATIONS = (
+    "model", "draft", "chat_template", "trace", "workload", "save_workload", "prompts", "out", "report",
+)  # fmt: skip
 
 
 def add_debug(parser: argparse.ArgumentParser, default: Any = argparse.SUPPRESS) -> None:
@@ -26,12 +29,17 @@ def add_debug(parser: argparse.ArgumentParser, default: Any = argparse.SUPPRESS)
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
+    engine = _add_engine_sizes(parser)
+    engine.add_argument("--policy", help="off or fixed:K; default: fixed:1 with a draft, off without")
+    engine.add_argument("--no-prefix-caching", action="store_true")
+
+
+def _add_engine_sizes(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--model", help="Hugging Face folder, hub name or GGUF file; default: SmolLM2-135M-Instruct")
     engine.add_argument(
         "--draft", help="likewise, or a draft patch, or ngram (prompt lookup); default: the default model's"
     )
-    engine.add_argument("--policy", help="off or fixed:K; default: fixed:1 with a draft, off without")
     engine.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu or cuda")
     engine.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     engine.add_argument(
@@ -47,7 +55,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--kv-memory", type=float, metavar="GIB", help="KV pages of both models; default: the device's choice"
     )
-    engine.add_argument("--no-prefix-caching", action="store_true")
+    return engine
 
 
 def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
@@ -174,6 +182,95 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         chat_template=chat_template_text(args),
         log_level=args.log_level,
     )
+
+
+def add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Play traffic through FASER in this process, or through any server of the OpenAI API, and print its figures: "
+        "a table for people, then one JSON document on the last line. docs/metrics.md defines every figure."
+    )
+    _add_bench_traffic(parser)
+    _add_bench_systems(parser)
+    _add_bench_results(parser)
+    engine = _add_engine_sizes(parser)
+    engine.add_argument(
+        "--prefix-caching", dest="no_prefix_caching", action="store_false", help="default: off, so that runs are alike"
+    )
+    engine.add_argument(
+        "--acceptance", type=float, metavar="P",
+        help="accept each drafted token with this probability, whatever it says: wrong text, real cost",
+    )  # fmt: skip
+    parser.set_defaults(policy=None)
+
+
+def _add_bench_traffic(parser: argparse.ArgumentParser) -> None:
+    traffic = parser.add_argument_group("traffic")
+    traffic.add_argument(
+        "--trace", metavar="NAME|FILE",
+        help="azure-conv, azure-code, or a CSV or JSON Lines file of arrival, prompt_tokens, output_tokens",
+    )  # fmt: skip
+    traffic.add_argument(
+        "--arrivals", metavar="PROCESS",
+        help="instead of a trace's: poisson:RATE, gamma:RATE:SHAPE, square:LOW:HIGH:PERIOD, ramp:LOW:HIGH; "
+        "default without a trace: poisson:1",
+    )  # fmt: skip
+    traffic.add_argument("--concurrency", metavar="N,…", help="closed loops instead: so many requests open at a time")
+    traffic.add_argument("--workload", metavar="FILE", help="play the requests of this file")
+    traffic.add_argument("--save-workload", metavar="FILE", help="write them there, to be played elsewhere too")
+    traffic.add_argument("--rate", metavar="R,…", help="mean requests per second, one or several")
+    traffic.add_argument("--scale", type=float, metavar="X", help="or times the rate of the source")
+    traffic.add_argument(
+        "--loads", metavar="X,…", help="several rates, as multiples of --rate or of the source's; A..B:N are N of them"
+    )
+    traffic.add_argument("--start", type=float, default=0.0, metavar="S", help="skip so many seconds of a trace")
+    traffic.add_argument(
+        "--duration", type=float, metavar="S", help="seconds of traffic; default: 30, of a trace all there is"
+    )
+    traffic.add_argument(
+        "--span", type=float, metavar="S",
+        help="play that part of the trace in so many seconds; the rate is then met by leaving requests out",
+    )  # fmt: skip
+    traffic.add_argument("--requests", type=int, metavar="N", help="at most so many; of a closed loop, so many")
+    traffic.add_argument("--prompt-len", default="128", metavar="N|A..B", help="tokens, without a trace; default: 128")
+    traffic.add_argument("--output-len", default="64", metavar="N|A..B", help="likewise; default: 64")
+    traffic.add_argument("--length-scale", type=float, default=1.0, metavar="X", help="times all lengths")
+    traffic.add_argument(
+        "--max-prompt", type=int, metavar="N", help="cut longer prompts; default: what the model takes"
+    )
+    traffic.add_argument("--max-output", type=int, metavar="N", help="likewise outputs")
+    traffic.add_argument(
+        "--prompts", default="specbench", metavar="NAME,…",
+        help="specbench, mtbench, gsm8k, a text or JSON Lines file, or random (tokens); default: specbench",
+    )  # fmt: skip
+    traffic.add_argument("--no-chat-template", action="store_true", help="prompts without the model's chat template")
+    traffic.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    traffic.add_argument("--seed", type=int, default=0, help="of everything that is drawn; default: 0")
+
+
+def _add_bench_systems(parser: argparse.ArgumentParser) -> None:
+    systems = parser.add_argument_group("systems")
+    systems.add_argument(
+        "--policies", metavar="P,…", help="each plays the same traffic: off, fixed:K, fixed:1..6; default: off,fixed:1"
+    )
+    systems.add_argument("--url", help="a server of the OpenAI API instead of FASER in this process")
+    systems.add_argument(
+        "--against", action="append", default=[], metavar="[NAME=]URL|FILE",
+        help="another system beside it: a server, which plays the same traffic, or a file of results; "
+        "may be given several times, ratios are taken against the first",
+    )  # fmt: skip
+    systems.add_argument("--api-key", metavar="KEY", help=f"for servers; default: {API_KEY_VARIABLE}")
+    systems.add_argument(
+        "--request-timeout", type=float, default=600.0, metavar="S", help="for a server's answer; default: 600"
+    )
+    systems.add_argument("--repeats", type=int, default=1, metavar="N", help="median and spread of N; default: 1")
+    systems.add_argument("--warmup", type=int, default=8, metavar="N", help="requests before each run; default: 8")
+
+
+def _add_bench_results(parser: argparse.ArgumentParser) -> None:
+    results = parser.add_argument_group("results")
+    results.add_argument("--slo", metavar="NAME=S,…", help="what counts as good, e.g. ttft=0.5,tpot=0.05 in seconds")
+    results.add_argument("--out", metavar="FILE", help="write the whole document, every request in it")
+    results.add_argument("--report", metavar="DIR", help="write one HTML page with plots, and the plots as images")
 
 
 def _num_bytes(option: str, size: float, unit: int) -> int:

@@ -26,6 +26,7 @@ SHELLS = ("bash", "zsh", "tcsh")
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
+    args.command_line = tuple(sys.argv[1:] if argv is None else argv)
     if not hasattr(args, "run"):
         parser.print_help(sys.stderr)
         return MISUSED
@@ -89,11 +90,15 @@ def make_parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_generate)
     _add_generate_arguments(generate)
 
+    bench = commands.add_parser("bench", help="measure policies, or a server, under real traffic")
+    bench.set_defaults(run=_bench)
+    arguments.add_bench(bench)
+
     completion = commands.add_parser("completion", help="print a script that completes faser's options in a shell")
     completion.set_defaults(run=_completion)
     completion.add_argument("shell", choices=SHELLS, help='e.g. for bash: eval "$(faser completion bash)"')
 
-    for command in (serve, chat, generate, completion):
+    for command in (serve, chat, generate, bench, completion):
         arguments.add_debug(command)
     return parser
 
@@ -213,6 +218,15 @@ def _as_json(output: RequestOutput) -> str:
     from dataclasses import asdict
 
     return json.dumps({**asdict(output), "stats": {**asdict(output.stats), "pruned": output.stats.pruned}})
+
+
+# ---- bench ----
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from faser.bench.command import bench
+
+    return bench(args)
 
 
 # ---- completion ----

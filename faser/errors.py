@@ -6,7 +6,8 @@ FaserError
 │   └── UnsupportedModel a model FASER knows and refuses, by the name of the feature
 ├── InvalidRequest       a prompt or a sampling parameter
 │   └── RequestTooLong   more tokens than the model or the KV pool can ever hold
-└── EngineError          a request that could not be finished: its engine failed or was closed
+├── EngineError          a request that could not be finished: its engine failed or was closed
+└── RemoteError          a server somewhere else that cannot be reached or does not speak the OpenAI API
 """
 
 
@@ -36,3 +37,7 @@ class RequestTooLong(InvalidRequest):
 
 class EngineError(FaserError, RuntimeError):
     """The engine failed or was closed while the request was open."""
+
+
+class RemoteError(FaserError):
+    """Another server cannot be reached or understood."""

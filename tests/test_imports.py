@@ -9,7 +9,7 @@ FREE = [
     "faser", "faser.types", "faser.errors", "faser.pages", "faser.scheduler", "faser.engine", "faser.stats",
     "faser.policy", "faser.config", "faser.cli", "faser.text", "faser.ngram", "faser.progress", "faser.models.config",
     "faser.chat", "faser.stream", "faser.arguments", "faser.terminal",
-    "faser.grammar",
+    "faser.grammar", "faser.bench.command", "faser.bench.remote", "faser.bench.systems", "faser.bench.report",
 ]  # fmt: skip
 
 BLOCK = """
@@ -39,7 +39,14 @@ def test_the_wall_works():
 
 @pytest.mark.parametrize(
     ("command", "says"),
-    [([], "chat"), (["generate"], "--policy"), (["chat"], "--system"), (["serve"], "--port"), (["completion"], "zsh")],
+    [
+        ([], "chat"),
+        (["generate"], "--policy"),
+        (["chat"], "--system"),
+        (["serve"], "--port"),
+        (["completion"], "zsh"),
+        (["bench"], "--policies"),
+    ],
 )
 def test_help_needs_no_library_at_all(command, says):
     code = f"import faser.cli; faser.cli.main({[*command, '--help']!r})"

@@ -76,5 +76,7 @@ class Run:
     phases: Mapping[str, float] = field(default_factory=dict)  # seconds by phase: draft, verify, exit check, host, idle
     verified_per_position: tuple[int, ...] = ()
     accepted_per_position: tuple[int, ...] = ()
+    context_rows: int | None = None  # rows of context the target computed, drafts not counted
     moments: tuple[Moment, ...] = ()
+    partial: bool = False  # interrupted
     about: Mapping[str, Any] = field(default_factory=dict)  # models, device, versions, the rate it was played at

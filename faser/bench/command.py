@@ -1,0 +1,447 @@
+"""`faser bench`: what was asked becomes systems, loads and runs; what they gave becomes a document.
+
+Knows the order of things: refuse what cannot work, load, play, write. An interrupt ends the run that is being played;
+what was measured until then is still written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from faser import arguments
+from faser.bench.document import Document, RunDocument
+from faser.bench.play import Update
+from faser.bench.records import Workload
+from faser.bench.remote import Remote
+from faser.bench.results import read_against, run_document
+from faser.bench.summary import Slo, group_runs
+from faser.bench.systems import (
+    PolicySystem,
+    RemoteSystem,
+    System,
+    describe_machine,
+    load_engine,
+    load_vocabulary,
+)
+from faser.bench.table import render
+from faser.bench.traces import Timing
+from faser.bench.workload import (
+    Load,
+    Vocabulary,
+    WorkloadOptions,
+    at_rate,
+    check_tokens,
+    check_traffic,
+    load_workload,
+    make_workload,
+    mean_rate,
+    own_rate,
+    save_workload,
+)
+from faser.config import DEFAULT_LENGTH, EngineOptions
+from faser.errors import ConfigError
+from faser.policy import MAX_LENGTH, make_policy
+from faser.progress import progress_bar
+
+FAILED, INTERRUPTED = 1, 130  # exit statuses, as cli.py has them
+
+ReportWriter = Callable[[Path, Document], object]
+
+
+@dataclass(frozen=True)
+class Other:
+    """A system that stands beside FASER: a server, or a file of its results."""
+
+    name: str
+    url: str | None = None
+    path: Path | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Other:
+        """`NAME=URL`, `NAME=FILE`, or one of them without a name."""
+        name, _, where = text.rpartition("=")
+        if not name or Path(text).exists() or re.match(r"https?://", text):
+            name, where = "", text
+        if re.match(r"https?://", where):
+            return cls(name or Remote(where).name, url=where)
+        path = Path(where).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"--against {where}: no such file; give results, or an address as http://host:port")
+        return cls(name or path.stem, path=path)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line says, checked as far as it can be without a model."""
+
+    traffic: WorkloadOptions
+    workload: Workload | None  # from a file
+    loads: tuple[Load, ...]
+    policies: tuple[str, ...]  # none with a server
+    against: tuple[Other, ...]
+    slo: Slo | None
+    repeats: int
+    warmup: int
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Asked:
+        for name, least in (("repeats", 1), ("warmup", 0)):
+            if getattr(args, name) < least:
+                raise ConfigError(f"--{name} {getattr(args, name)}: expected an integer of at least {least}")
+        if not 0 < args.request_timeout < float("inf"):
+            raise ConfigError(f"--request-timeout {args.request_timeout:g}: expected seconds above 0")
+        for option in ("policies", "draft", "acceptance"):
+            if args.url is not None and getattr(args, option) is not None:
+                raise ConfigError(
+                    f"--{option} is for FASER in this process; a server at --url has its own, leave it out"
+                )
+        traffic = _traffic(args)
+        loads, workload = _loads(args, traffic), None
+        if args.workload is None:
+            check_traffic(traffic, loads)
+        else:
+            _refuse_beside_file(args)
+            workload = load_workload(Path(args.workload).expanduser())
+        return cls(
+            traffic=traffic,
+            workload=workload,
+            loads=loads,
+            policies=() if args.url is not None else _policies(args),
+            against=tuple(map(Other.parse, args.against)),
+            slo=None if args.slo is None else Slo.parse(args.slo),
+            repeats=args.repeats,
+            warmup=args.warmup,
+        )
+
+
+def _refuse_beside_file(args: argparse.Namespace) -> None:
+    for option in ("trace", "arrivals", "duration", "span", "scale", "max_prompt", "max_output"):
+        if getattr(args, option) is not None:
+            name = "--" + option.replace("_", "-")
+            raise ConfigError(f"{name} makes a workload, and --workload brings one; give one of them")
+
+
+def _traffic(args: argparse.Namespace) -> WorkloadOptions:
+    return WorkloadOptions(
+        trace=args.trace,
+        arrivals=args.arrivals,
+        timing=Timing(args.start, args.duration, args.span, args.scale),
+        requests=args.requests,
+        prompt_len=_lengths("--prompt-len", args.prompt_len),
+        output_len=_lengths("--output-len", args.output_len),
+        length_scale=args.length_scale,
+        max_prompt=args.max_prompt,
+        max_output=args.max_output,
+        prompts=args.prompts,
+        seed=args.seed,
+    )
+
+
+def _lengths(option: str, text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
+    if found is None:
+        raise ConfigError(f"{option} {text}: expected a number of tokens, or two as in 32..256")
+    return int(found[1]), int(found[2] or found[1])
+
+
+def _loads(args: argparse.Namespace, traffic: WorkloadOptions) -> tuple[Load, ...]:
+    rates = _numbers("--rate", args.rate)
+    if args.concurrency is not None:
+        if rates or args.loads is not None or args.scale is not None:
+            raise ConfigError("--concurrency is a closed loop and has no rate; leave --rate, --scale and --loads out")
+        numbers = _numbers("--concurrency", args.concurrency)
+        if any(number != int(number) for number in numbers):
+            raise ConfigError(f"--concurrency {args.concurrency}: expected whole numbers")
+        return tuple(Load(concurrency=int(number)) for number in numbers)
+    if rates and args.scale is not None:
+        raise ConfigError("--rate and --scale both set the rate; give one of them")
+    if args.loads is not None:
+        if len(rates) > 1:
+            raise ConfigError("--loads are multiples of one --rate; give one, or list the rates themselves")
+        if not rates and args.workload is not None:
+            raise ConfigError("--loads of a --workload are multiples of a --rate; give one")
+        base = rates[0] if rates else own_rate(traffic)
+        rates = [base * factor for factor in _numbers("--loads", args.loads)]
+    return tuple(Load(rate) for rate in rates) or (Load(),)
+
+
+def _numbers(option: str, text: str | None) -> list[float]:
+    """`1,2,4`, or `0.2..1.4:7` for seven of them at even distances."""
+    numbers: list[float] = []
+    for part in [] if text is None else text.split(","):
+        found = re.fullmatch(r"([\d.]+?)\.\.([\d.]+):(\d+)", part.strip())
+        try:
+            if found is None:
+                numbers.append(float(part))
+            else:
+                first, last, count = float(found[1]), float(found[2]), int(found[3])
+                numbers += [first + (last - first) * i / max(1, count - 1) for i in range(count)]
+        except ValueError:
+            numbers.append(-1.0)
+    if not all(0 < number < float("inf") for number in numbers):
+        raise ConfigError(f"{option} {text}: expected numbers above 0, as in 1,2,4 or 0.2..1.4:7")
+    return list(dict.fromkeys(numbers))
+
+
+def _policies(args: argparse.Namespace) -> tuple[str, ...]:
+    has_draft = args.draft is not None or args.model is None
+    text = args.policies or (f"off,fixed:{DEFAULT_LENGTH}" if has_draft else "off")
+    names = [name for part in text.split(",") for name in _expanded(part.strip())]
+    for name in names:
+        EngineOptions(policy=name).make_policy(has_draft)
+    return tuple(dict.fromkeys(make_policy(name).name for name in names))
+
+
+def _expanded(text: str) -> list[str]:
+    """`fixed:1..3` is three policies."""
+    found = re.fullmatch(r"(\w+:)(\d+)\.\.(\d+)", text)
+    if found is None:
+        return [text]
+    first, last = int(found[2]), int(found[3])
+    if not first <= last <= MAX_LENGTH:
+        raise ConfigError(f"--policies {text}: expected a range that rises, to {MAX_LENGTH} at most")
+    return [f"{found[1]}{length}" for length in range(first, last + 1)]
+
+
+# ── playing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Interrupts:
+    """Ctrl-C asks for an end; a second one insists."""
+
+    seen: bool = False
+
+    def __call__(self) -> bool:
+        return self.seen
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        def handle(number: int, frame: object) -> None:
+            if self.seen:
+                raise KeyboardInterrupt
+            self.seen = True
+
+        before = signal.signal(signal.SIGINT, handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+@dataclass
+class Session:
+    """All runs of one command. Repeats are outermost within a load, so that a slow drift meets every system alike."""
+
+    asked: Asked
+    systems: Sequence[System]
+    played: Sequence[tuple[Load, Workload]]
+    interrupts: Interrupts
+    runs: list[RunDocument] = field(default_factory=list)
+
+    def play(self) -> None:
+        turns = [
+            (load, workload, repeat, system)
+            for load, workload in self.played
+            for repeat in range(self.asked.repeats)
+            for system in self.systems
+        ]
+        total, ended = sum(len(workload.items) for _, workload, _, _ in turns), 0
+        with progress_bar(f"playing {len(turns)} runs") as move:
+            for load, workload, repeat, system in turns:
+                self._play_one(load, workload, repeat, system, partial(_move, move, ended, total))
+                ended += len(workload.items)
+                if self.interrupts():
+                    return
+
+    def _play_one(self, load: Load, workload: Workload, repeat: int, system: System, update: Update) -> None:
+        system.warm_up(workload, self.asked.warmup, self.interrupts)
+        if not self.interrupts():
+            run = system.play(workload, self.interrupts, update)
+            self.runs.append(run_document(run, policy=system.policy, load=load, repeat=repeat, slo=self.asked.slo))
+
+
+def _move(move: Callable[[int, int], None], before: int, total: int, ended: int) -> None:
+    move(before + ended, total)
+
+
+def bench(args: argparse.Namespace) -> int:
+    """The exit status: 130 after an interrupt, 1 where a system answered nothing at all."""
+    asked = Asked.of(args)
+    write_report = _prepare_results(args)
+    systems, vocabulary, about = _systems(args, asked)
+    session = Session(asked, systems, _workloads(asked, vocabulary), Interrupts())
+    loads = [load for load, _ in session.played]
+    given = [run for other in asked.against for run in _read(other, loads, asked.slo)]
+    if args.save_workload is not None:
+        _save_all(session.played, Path(args.save_workload).expanduser())
+
+    def finish() -> None:
+        document = _document(args, session, about, given)
+        _write(args, document, write_report)
+        print(render(document, _reference(asked, document)), end="\n\n")
+        print(json.dumps(document.without_details().to_dict()))
+        _tell_lost(document)
+
+    try:
+        with session.interrupts.watched():
+            session.play()
+    except Exception:
+        if session.runs:
+            finish()  # what fails now takes nothing from what was measured
+        raise
+    if not session.runs:
+        raise KeyboardInterrupt  # nothing was measured yet
+    finish()
+    if session.interrupts():
+        print("faser: interrupted; what was measured until then was kept", file=sys.stderr)
+        return INTERRUPTED
+    return FAILED if any(run.summary["requests"] == run.summary["lost"] for run in session.runs) else 0
+
+
+def _document(
+    args: argparse.Namespace, session: Session, about: Mapping[str, Any], given: Sequence[RunDocument]
+) -> Document:
+    slo = session.asked.slo
+    runs = (*session.runs, *given)
+    return Document(
+        command=("faser", *_without_secrets(args.command_line)),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        about={**about, **describe_machine(), "slo": None if slo is None else dict(slo.most)},
+        workload=_about_workloads(session.played),
+        runs=runs,
+        groups=group_runs(runs),
+    )
+
+
+def _systems(args: argparse.Namespace, asked: Asked) -> tuple[list[System], Vocabulary | None, dict[str, Any]]:
+    """Servers are asked first: one that is not there should not cost the loading of a model."""
+    further: list[System] = [
+        RemoteSystem(_remote(args, other.url), other.name) for other in asked.against if other.url is not None
+    ]
+    chat = not args.no_chat_template
+    if args.url is not None:
+        remote = _remote(args, args.url)
+        about: dict[str, Any] = {"url": args.url, "model": remote.model, "draft": None, "device": "of the server"}
+        vocabulary = None
+        if asked.workload is None:
+            vocabulary = load_vocabulary(args.model, remote.max_model_len, chat)
+        return [RemoteSystem(remote, remote.name), *further], vocabulary, about
+    fields = {**arguments.engine_fields(args), "policy": asked.policies[0], "acceptance": args.acceptance}
+    options = EngineOptions(**fields)
+    loaded = load_engine(args.model, args.draft, options, chat)
+    own: list[System] = [PolicySystem(loaded.engine, name, args.temperature) for name in asked.policies]
+    return [*own, *further], loaded.vocabulary, loaded.about
+
+
+def _remote(args: argparse.Namespace, url: str) -> Remote:
+    key = args.api_key or os.environ.get(arguments.API_KEY_VARIABLE)
+    remote = Remote(url, key, args.request_timeout, args.temperature)
+    remote.connect()
+    return remote
+
+
+def _workloads(asked: Asked, vocabulary: Vocabulary | None) -> list[tuple[Load, Workload]]:
+    """One for each load; a load that names no rate is given the workload's."""
+    if asked.workload is not None:
+        if vocabulary is not None:
+            check_tokens(asked.workload, vocabulary.vocab_size)
+        whole = replace(asked.workload, items=asked.workload.items[: asked.traffic.requests])
+        made = [(load, at_rate(whole, load)) for load in asked.loads]
+    else:
+        assert vocabulary is not None
+        made = [(load, make_workload(asked.traffic, load, vocabulary)) for load in asked.loads]
+    return [(_named_load(load, workload), workload) for load, workload in made]
+
+
+def _named_load(load: Load, workload: Workload) -> Load:
+    if load.rate is not None or load.concurrency is not None:
+        return load
+    return Load(rate=mean_rate(workload.items))
+
+
+def _save_all(played: Sequence[tuple[Load, Workload]], path: Path) -> None:
+    """Several loads are several files, named by load."""
+    for load, workload in played:
+        number = load.rate if load.concurrency is None else load.concurrency
+        named = path if len(played) == 1 else path.with_stem(f"{path.stem}-{number:.4g}")
+        save_workload(workload, named)
+
+
+def _about_workloads(played: Sequence[tuple[Load, Workload]]) -> dict[str, Any]:
+    sizes = ("num_requests", "seconds", "mean_prompt_tokens", "mean_output_tokens")
+    about = {name: value for name, value in played[0][1].about.items() if name not in sizes}
+    return {
+        **about,
+        "loads": [
+            {
+                "rate": load.rate,
+                "concurrency": load.concurrency,
+                **{name: workload.about[name] for name in sizes},
+            }
+            for load, workload in played
+        ],
+    }
+
+
+# ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _prepare_results(args: argparse.Namespace) -> ReportWriter | None:
+    """Folders made, and what draws the report imported, before minutes are spent on measuring."""
+    folders = [Path(file).expanduser().parent for file in (args.out, args.save_workload) if file is not None]
+    folders += [] if args.report is None else [Path(args.report).expanduser()]
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{folder}: cannot be written ({error})") from None
+    if args.report is None:
+        return None
+    from faser.bench.report import write_report
+
+    return write_report
+
+
+def _write(args: argparse.Namespace, document: Document, write_report: ReportWriter | None) -> None:
+    if args.out is not None:
+        document.save(Path(args.out).expanduser())
+    if write_report is not None:
+        write_report(Path(args.report).expanduser(), document)
+
+
+def _read(other: Other, loads: Sequence[Load], slo: Slo | None) -> list[RunDocument]:
+    return [] if other.path is None else read_against(other.path, other.name, loads, slo)
+
+
+def _reference(asked: Asked, document: Document) -> str | None:
+    """What ratios are taken against: the first other system, or else FASER without speculation."""
+    systems = [group.system for group in document.groups]
+    wanted = [other.name for other in asked.against] + ["off"]
+    found = [system for name in wanted for system in systems if system == name or system.startswith(f"{name} ")]
+    return found[0] if found and len(set(systems)) > 1 else None
+
+
+def _without_secrets(given: Sequence[str]) -> list[str]:
+    hidden = [re.sub(r"^--api-key=.*", "--api-key=…", word) for word in given]
+    return ["…" if before == "--api-key" else word for before, word in zip(["", *hidden], hidden, strict=False)]
+
+
+def _tell_lost(document: Document) -> None:
+    for run in document.runs:
+        errors = [record.error for record in run.records if record.error is not None]
+        if errors:
+            lost = f"{len(errors)} of {len(run.records)} requests lost"
+            print(f"faser: {run.system}: {lost}: {errors[0]}", file=sys.stderr)

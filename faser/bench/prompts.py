@@ -1,0 +1,136 @@
+"""Prompts of a wanted length: real text by category, cut or padded, or random tokens.
+
+Knows the shipped texts, text files and how a chat template encloses a message. A tokenizer is given as functions.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from faser.bench.traces import DATA, open_text
+from faser.errors import ConfigError, InvalidRequest
+
+SHIPPED = {name: DATA / f"{name}.jsonl.xz" for name in ("specbench", "mtbench", "gsm8k")}
+RANDOM = "random"
+_MARK = "@@@"  # stands for the message in a chat template
+_SEPARATOR = "\n\n"
+
+Encode = Callable[[str], list[int]]
+
+
+class Prompts(Protocol):
+    def take(self, length: int) -> tuple[str, tuple[int, ...]]:
+        """The next prompt, of that many tokens, and its category."""
+        ...
+
+
+@dataclass(frozen=True)
+class RandomPrompts:
+    """Where only cost matters."""
+
+    vocab_size: int
+    random: np.random.Generator
+
+    def take(self, length: int) -> tuple[str, tuple[int, ...]]:
+        return RANDOM, tuple(self.random.integers(0, self.vocab_size, size=length).tolist())
+
+
+@dataclass
+class TextPrompts:
+    """Categories in turn, in an order drawn anew each round; texts likewise within their category."""
+
+    texts: dict[str, list[str]]
+    encode: Encode
+    around: tuple[list[int], list[int]]  # what the chat template puts before and after a message
+    random: np.random.Generator
+    _tokens: dict[str, list[int]] = field(default_factory=dict)
+    _orders: dict[str, Iterator[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = list(self.texts)
+        self._categories = (names[i] for i in self._rounds(len(names)))
+        self._orders = {name: self._rounds(len(texts)) for name, texts in self.texts.items()}
+
+    def _rounds(self, size: int) -> Iterator[int]:
+        while True:
+            yield from self.random.permutation(size).tolist()
+
+    def take(self, length: int) -> tuple[str, tuple[int, ...]]:
+        category = next(self._categories)
+        chosen = next(self._orders[category])
+        head, tail = self.around
+        room = length - len(head) - len(tail)
+        if room < 1:  # too short for the template
+            return category, tuple(self._body(category, chosen, length))
+        return category, (*head, *self._body(category, chosen, room), *tail)
+
+    def _body(self, category: str, chosen: int, length: int) -> list[int]:
+        """The text's beginning where it is too long; others of its kind in front of it where it is too short."""
+        texts = self.texts[category]
+        body = self._encoded(texts[chosen])[:length]
+        before = chosen
+        while len(body) < length:
+            before = (before - 1) % len(texts)
+            body = self._encoded(texts[before] + _SEPARATOR)[-(length - len(body)) :] + body
+            if before == chosen and not body:
+                raise ConfigError(f"--prompts: the texts of category {category!r} lead to no token of the model")
+        return body
+
+    def _encoded(self, text: str) -> list[int]:
+        if text not in self._tokens:
+            self._tokens[text] = self.encode(text)
+        return self._tokens[text]
+
+
+def read_texts(names: str) -> dict[str, list[str]]:
+    """By category, of one or several sources with commas between: shipped ones by name, and files."""
+    found: dict[str, list[str]] = {}
+    for name in names.split(","):
+        path = SHIPPED.get(name) or Path(name).expanduser()
+        if not path.is_file():
+            known = ", ".join((*SHIPPED, RANDOM))
+            raise ConfigError(f"--prompts {name}: no such file; give a text or JSON Lines file, or one of {known}")
+        for category, text in _read(path, name):
+            found.setdefault(category, []).append(text)
+    return found
+
+
+def _read(path: Path, name: str) -> list[tuple[str, str]]:
+    try:
+        with open_text(path) as file:
+            if ".jsonl" in path.suffixes:
+                texts = [_text_of(json.loads(line), path) for line in file if line.strip()]
+            else:
+                texts = [(path.name.split(".")[0], part.strip()) for part in file.read().split("\n\n") if part.strip()]
+    except (OSError, EOFError, lzma.LZMAError, ValueError) as error:
+        raise ConfigError(f"--prompts {name}: cannot be read ({error or type(error).__name__})") from None
+    if not texts:
+        raise ConfigError(f"--prompts {name}: no text in it; expected paragraphs, or JSON Lines with prompt or turns")
+    return texts
+
+
+def _text_of(record: Any, path: Path) -> tuple[str, str]:
+    fields = record if isinstance(record, dict) else {}
+    turns = fields.get("turns")
+    text = turns[0] if isinstance(turns, list) and turns else None
+    for name in ("prompt", "text", "question"):
+        text = text or fields.get(name)
+    if not isinstance(text, str) or not text.strip():
+        raise ConfigError(f"--prompts {path}: expected prompt, text, question or turns in every line, not {record!r}")
+    return str(fields.get("category") or path.name.split(".")[0]), text
+
+
+def enclosing_tokens(render: Callable[[Sequence[dict[str, str]]], str], encode: Encode) -> tuple[list[int], list[int]]:
+    """What a chat template puts around one message; nothing where it cannot say."""
+    try:
+        before, found, after = render([{"role": "user", "content": _MARK}]).partition(_MARK)
+    except InvalidRequest:
+        return [], []
+    return (encode(before), encode(after)) if found else ([], [])

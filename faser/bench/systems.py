@@ -1,0 +1,161 @@
+"""The two kinds of systems a benchmark drives: FASER in this process under some policies, and a server elsewhere.
+
+Knows how each is made ready and what it can say about itself. torch is imported when a model is loaded, not before.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+
+from faser.bench.play import Update, play, set_policy, warm_ups_of
+from faser.bench.prompts import Encode, enclosing_tokens
+from faser.bench.records import Run, Workload
+from faser.bench.remote import Remote, play_remote
+from faser.bench.workload import Vocabulary
+from faser.config import EngineOptions
+from faser.engine import Engine
+from faser.errors import EngineError
+
+Stopped = Callable[[], bool]
+
+
+class System(Protocol):
+    """Something that plays workloads; a column of the result."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def policy(self) -> str | None: ...
+
+    def warm_up(self, workload: Workload, size: int, stopped: Stopped) -> None:
+        """Get ready to be measured. Not part of any figure."""
+        ...
+
+    def play(self, workload: Workload, stopped: Stopped, update: Update) -> Run: ...
+
+
+@dataclass(frozen=True)
+class PolicySystem:
+    """An engine of this process under one policy. Several of them share the engine and take turns."""
+
+    engine: Engine
+    name: str
+    temperature: float
+
+    @property
+    def policy(self) -> str:
+        return self.name
+
+    def warm_up(self, workload: Workload, size: int, stopped: Stopped) -> None:
+        set_policy(self.engine, self.name)
+        for warm in warm_ups_of(workload, size):
+            run = play(self.engine, warm, self.name, stopped=stopped)
+            lost = [record.error for record in run.records if record.error is not None]
+            if lost and len(lost) == len(run.records):
+                raise EngineError(f"{self.name}: no request of the warm-up was answered: {lost[0]}")
+
+    def play(self, workload: Workload, stopped: Stopped, update: Update) -> Run:
+        return play(self.engine, workload, self.name, temperature=self.temperature, stopped=stopped, update=update)
+
+
+@dataclass(frozen=True)
+class RemoteSystem:
+    remote: Remote
+    name: str
+    policy: str | None = None
+
+    def warm_up(self, workload: Workload, size: int, stopped: Stopped) -> None:
+        for warm in warm_ups_of(workload, size):
+            play_remote(self.remote, warm, self.name, stopped=stopped)
+
+    def play(self, workload: Workload, stopped: Stopped, update: Update) -> Run:
+        return play_remote(self.remote, workload, self.name, stopped=stopped, update=update)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """An engine, what prompts for it are made of, and what it is."""
+
+    engine: Engine
+    vocabulary: Vocabulary
+    about: dict[str, Any]
+
+
+def load_engine(model: str | None, draft: str | None, options: EngineOptions, chat: bool) -> Loaded:
+    from faser.models.source import DEFAULT_DRAFT, open_target
+    from faser.runtime.build import build_engine, load_pair
+
+    source = open_target(model)
+    pair = load_pair(model, draft, options)
+    engine = build_engine(pair.target, pair.draft, options, pair.tokenizer)
+    encode = None if pair.tokenizer is None else partial(pair.tokenizer.encode, add_special_tokens=False)
+    drafts = draft if draft is not None or model is not None else DEFAULT_DRAFT.stem
+    return Loaded(
+        engine,
+        Vocabulary(
+            pair.target.config.vocab_size,
+            engine.scheduler.limits.max_model_len,
+            encode,
+            _around(source, encode) if chat else ([], []),
+        ),
+        {
+            "model": Path(model or source.path).name,
+            "draft": None if drafts is None else Path(drafts).name,
+            "device": _device_name(pair.target.device.type),
+            "dtype": str(pair.target.dtype).removeprefix("torch."),
+            "max_running": engine.scheduler.limits.max_running,
+            "prefix_caching": options.prefix_caching,
+            "acceptance": options.acceptance,
+        },
+    )
+
+
+def load_vocabulary(model: str | None, max_model_len: int | None, chat: bool) -> Vocabulary:
+    """Of a model whose weights are somewhere else."""
+    from faser.models.source import open_target
+
+    source = open_target(model)
+    tokenizer = source.tokenizer()
+    encode = None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
+    most = min(max_model_len or source.config.max_positions, source.config.max_positions)
+    return Vocabulary(source.config.vocab_size, most, encode, _around(source, encode) if chat else ([], []))
+
+
+def _around(source: Any, encode: Encode | None) -> tuple[list[int], list[int]]:
+    template = source.chat_template(None)
+    return ([], []) if template is None or encode is None else enclosing_tokens(template.render, encode)
+
+
+def _device_name(kind: str) -> str:
+    if kind != "cuda":
+        return kind
+    import torch
+
+    return str(torch.cuda.get_device_name())
+
+
+def describe_machine(packages: Sequence[str] = ("faser", "torch")) -> dict[str, Any]:
+    versions = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {"machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()}", "versions": versions}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.machine()
