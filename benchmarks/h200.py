@@ -58,43 +58,45 @@ import argparse
 import asyncio
 import copy
 import functools
-import importlib.util
 import itertools
 import json
 import math
 import os
 import random
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from benchmarks.h200_report import Figures, describe, failures, read_journal, rounded, summarize, tables
+from benchmarks.h200_common import (
+    DRAFT,
+    Command,
+    Job,
+    Journal,
+    VllmEngine,
+    python_path,
+    read_json,
+    vllm_environment,
+    vllm_settings,
+)
+from benchmarks.h200_report import Figures, failures, read_journal, summarize, tables
 
 PROCESS_STARTED = time.time()
-ROOT = Path(__file__).resolve().parents[1]
 
 SECTIONS = ("off", "speculation", "prefill", "startup")
 MOST_SECONDS = {"models": 150.0, "faser": 400.0, "startup": 120.0, "vllm": 240.0}  # of a process; a hung one is ended
 LEAST_SECONDS = {"models": 30.0, "faser": 60.0, "startup": 20.0, "vllm": 80.0}  # with less left none is started
-GRACE_SECONDS = 8.0  # for a process to notice that its time is over
 
 LEAST_REQUESTS = 6  # measured for a figure
 WARM_TOKENS = 24
 HOPELESS = 1.3  # times the best: no longer drafts are tried
 KEPT_TEXTS = 2  # of a run, to see that both systems run the same model
-KV_BYTES = 40 << 30  # of FASER's pages, and a share of the GPU's memory for vLLM: both more than any batch here needs
-VLLM_GPU_MEMORY = 0.85
+KV_BYTES = 40 << 30  # of FASER's pages: more than any batch here needs, as is vLLM's share of the memory
 
 Prompt = list[int]
 
@@ -118,19 +120,6 @@ class Sizes:
 
 
 TINY = Sizes((1, 2), (1, 2), first_length=2, prompt=16, output=8, prefill=(2, 32), max_model_len=128)
-
-
-@dataclass(frozen=True)
-class Journal:
-    """Lines that several processes append to, one at a time. `session` tells apart the runs of the command."""
-
-    path: Path
-    session: float
-
-    def add(self, kind: str, **fields: Any) -> None:
-        record = {"kind": kind, "session": self.session, **rounded(fields)}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
 
 
 # ── the requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -256,15 +245,9 @@ class Worker:
     until: float
 
     def section(self, name: str, work: Callable[[], None]) -> None:
-        """Do it if it was asked for; report what it raises, and go on."""
-        if name not in self.args.sections:
-            return
-        try:
-            work()
-        except Exception as error:
-            traceback.print_exc()
-            why = f"{type(error).__name__}: {error}".splitlines()[0]
-            self.journal.add("failed", section=name, engine=self.engine, why=why[:300])
+        """Do it if it was asked for."""
+        if name in self.args.sections:
+            self.journal.attempt(name, self.engine, work)
 
     def prompts(self, name: str) -> list[Prompt]:
         found: list[Prompt] = read_json(self.args.folder / f"{name}.json")
@@ -336,10 +319,6 @@ def ensure_models(args: argparse.Namespace) -> None:
         write_folder(model, args.folder / name)
         about[name] = {part: getattr(model.config, part) for part in Shape.__dataclass_fields__}
     sign.write_text(json.dumps(about), encoding="utf-8")
-
-
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def make_models(args: argparse.Namespace) -> tuple[Any, Any, Prompts]:
@@ -486,27 +465,20 @@ def run_startup(worker: Worker) -> None:
 
 
 class VllmPlayer:
-    """vLLM's engine, made by the peer's own script and kept for all batches. It drafts what it was started for."""
+    """Closed batches through vLLM, one after the other."""
 
     name = "vllm"
 
     def __init__(self, args: argparse.Namespace, length: int) -> None:
-        trace = import_file(args.vllm_trace)
-        if args.batch_tokens is not None:
-            limit_batch_tokens(args.batch_tokens)
-        self._length = length
-        self._runner = asyncio.Runner()
+        limits = {"max_running": args.sizes.max_running, "max_model_len": args.sizes.max_model_len}
+        self.vllm = VllmEngine(args.vllm_trace, args.folder, length, batch_tokens=args.batch_tokens, **limits)
         self._served = 0
-        self.engine = self._runner.run(self._make(trace, vllm_arguments(args, length)))
-
-    async def _make(self, trace: ModuleType, arguments: argparse.Namespace) -> Any:
-        return trace.make_engine(arguments)
 
     def prepare(self, length: int) -> None:
-        assert length == self._length, "another length takes another engine"
+        assert length == self.vllm.length, "another length takes another engine"
 
     def play(self, prompts: Sequence[Prompt], output: int) -> Played:
-        return Played(self._runner.run(self._play(prompts, output)))
+        return Played(self.vllm.run(self._play(prompts, output)))
 
     async def _play(self, prompts: Sequence[Prompt], output: int) -> list[Seen]:
         from vllm import SamplingParams
@@ -519,40 +491,9 @@ class VllmPlayer:
 
     async def _play_one(self, prompt: Prompt, params: Any, seen: Seen) -> Seen:
         self._served += 1
-        async for output in self.engine.generate({"prompt_token_ids": prompt}, params, f"request-{self._served}"):
+        async for output in self.vllm.engine.generate({"prompt_token_ids": prompt}, params, f"request-{self._served}"):
             seen.add(output.outputs[0].token_ids, time.perf_counter())
         return seen
-
-
-def import_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None, path
-    assert spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def limit_batch_tokens(number: int) -> None:
-    """Another size of vLLM's prompt chunks than it takes by itself when driven in-process."""
-    from vllm.engine import arg_utils
-
-    arg_utils.AsyncEngineArgs = functools.partial(arg_utils.AsyncEngineArgs, max_num_batched_tokens=number)
-
-
-def vllm_arguments(args: argparse.Namespace, length: int) -> argparse.Namespace:
-    """Those that make_engine of vllm_trace.py reads."""
-    return argparse.Namespace(
-        model=str(args.folder / "target"),
-        draft=str(args.folder / "draft") if length else None,
-        num_draft=length,
-        draft_table=None,
-        acceptance=None,
-        dummy_weights=False,
-        max_model_len=args.sizes.max_model_len,
-        max_num_seqs=args.sizes.max_running,
-        gpu_memory=VLLM_GPU_MEMORY,
-    )
 
 
 def run_vllm(worker: Worker) -> None:
@@ -560,145 +501,52 @@ def run_vllm(worker: Worker) -> None:
     player = VllmPlayer(worker.args, length)
     try:
         worker.start(length, player, build_s=time.perf_counter() - started)
-        worker.journal.add("note", engine="vllm", length=length, **vllm_settings(player.engine))
+        worker.journal.add("note", engine="vllm", length=length, **vllm_settings(player.vllm.engine))
         worker.section("speculation" if length else "off", lambda: measure(worker, player, [length]))
         if not length:
             worker.section("prefill", lambda: measure_prefill(worker, player))
     finally:
-        player.engine.shutdown()  # else the exit waits for its process
-
-
-def vllm_settings(engine: Any) -> Figures:
-    """As far as it tells them: what it chose by itself."""
-    config = getattr(engine, "vllm_config", None)
-    wanted = {
-        "scheduler_config": ("max_num_batched_tokens", "max_num_seqs", "async_scheduling"),
-        "compilation_config": ("cudagraph_mode", "max_cudagraph_capture_size"),
-        "cache_config": ("enable_prefix_caching", "num_gpu_blocks"),
-    }
-    found = {name: getattr(getattr(config, part, None), name, None) for part, names in wanted.items() for name in names}
-    return {name: str(value) for name, value in found.items()}
+        player.vllm.shutdown()
 
 
 # ── the command: one process after the other ─────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True)
-class Job:
-    """A process to run."""
-
-    worker: str
-    length: int = 0  # of vLLM's drafts
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return f"vllm {self.length}" if self.worker == "vllm" else self.worker
-
-
 def plan_jobs(args: argparse.Namespace) -> list[Job]:
     """In the order of their worth: should time run out, the last ones are missing."""
     wanted = set(args.sections)
-    jobs = [Job("models", environment={"PYTHONPATH": python_path(args.python_path)})]
+    jobs = [job_of(args, "models", {"PYTHONPATH": python_path(args.python_path)})]
     if args.vllm_bundle is not None and wanted & {"off", "prefill"}:
         jobs.append(vllm_job(args, 0))
     if wanted - {"startup"}:
-        jobs.append(Job("faser", environment={"TRITON_CACHE_DIR": str(args.folder / "triton")}))
+        jobs.append(job_of(args, "faser", {"TRITON_CACHE_DIR": str(args.folder / "triton")}))
     if args.vllm_bundle is not None and "speculation" in wanted:
         jobs += [vllm_job(args, length) for length in args.sizes.vllm_lengths]
     if "startup" in wanted:
-        jobs += 2 * [Job("startup", environment={"TRITON_CACHE_DIR": str(args.folder / "triton-off")})]
+        jobs += 2 * [job_of(args, "startup", {"TRITON_CACHE_DIR": str(args.folder / "triton-off")})]
     return jobs
 
 
+def job_of(args: argparse.Namespace, worker: str, environment: Mapping[str, str]) -> Job:
+    flags = (*args.given, f"--worker={worker}")
+    return Job(worker, "benchmarks.h200", flags, LEAST_SECONDS[worker], MOST_SECONDS[worker], environment)
+
+
 def vllm_job(args: argparse.Namespace, length: int) -> Job:
-    environment = {
-        "PYTHONPATH": python_path(args.vllm_bundle),
-        "VLLM_CACHE_ROOT": str(args.folder / "vllm-cache"),
-        "TRITON_CACHE_DIR": str(args.folder / "vllm-cache" / "triton"),
-    }
-    return Job("vllm", length, environment)
-
-
-def python_path(first: Path | None = None) -> str:
-    return os.pathsep.join(str(path) for path in (first, ROOT, os.environ.get("PYTHONPATH")) if path)
-
-
-@dataclass
-class Command:
-    """Runs the jobs, shows what they write to the journal, keeps the copy up to date."""
-
-    args: argparse.Namespace
-    journal: Journal
-    shown: int = 0
-
-    def run(self, job: Job) -> None:
-        started = time.time()
-        left = self.args.until - started
-        if left < LEAST_SECONDS[job.worker]:
-            self.fail(job, f"{left:.0f} s left, it would take more; raise --budget-seconds or run fewer sections")
-            return
-        print(f"── {job.name} ({left:.0f} s left)", flush=True)
-        status = self.run_process(job, min(self.args.until, started + MOST_SECONDS[job.worker]))
-        if status != 0:
-            self.fail(job, "took too long and was ended" if status is None else f"ended with status {status}")
-            print((self.args.out / "h200.log").read_bytes()[-3000:].decode(errors="replace"), flush=True)
-        print(f"   {job.name}: {time.time() - started:.0f} s", flush=True)
-        wait_for_gpu(self.args.device)
-
-    def run_process(self, job: Job, until: float) -> int | None:
-        """Its exit status; None where it took too long. It is ended with its children: vLLM's engine is one."""
-        own = {"worker": job.worker, "only-length": job.length, "until": until, "spawned": time.time()}
-        flags = [f"--{name}={value}" for name, value in {**own, "session": self.journal.session}.items()]
-        command = [sys.executable, "-m", "benchmarks.h200", *self.args.given, *flags]
-        environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": python_path()} | dict(job.environment)
-        with (self.args.out / "h200.log").open("ab") as log:
-            process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, process_group=0)
-            try:
-                while time.time() < until + GRACE_SECONDS:
-                    with suppress(subprocess.TimeoutExpired):
-                        return process.wait(0.5)
-                    self.update()
-                return None
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                self.update()
-
-    def fail(self, job: Job, why: str) -> None:
-        self.journal.add("failed", section="all", engine=job.name, why=why)
-        self.update()
-
-    def update(self) -> None:
-        """Show what is new and put it where it will be found should this process be killed."""
-        records = read_journal(self.journal.path)
-        for record in records[self.shown :]:
-            print(f"   {describe(record)}", flush=True)
-        self.shown = len(records)
-        if self.args.out != self.args.folder and records:
-            shutil.copy(self.journal.path, self.args.out / "h200.jsonl")
-
-
-def wait_for_gpu(device: str, seconds: float = 20.0, most_mib: float = 3000.0) -> None:
-    """Until the last process's memory is free again, as far as anybody says."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    until = time.time() + seconds
-    while device == "cuda" and time.time() < until:
-        try:
-            used = float(subprocess.run(query, capture_output=True, timeout=10, check=True).stdout.split()[0])
-        except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-            return
-        if used < most_mib:
-            return
-        time.sleep(0.5)
+    job = job_of(args, "vllm", vllm_environment(args.vllm_bundle, args.folder))
+    return replace(job, name=f"vllm {length}", flags=(*job.flags, f"--only-length={length}"))
 
 
 def run_all(args: argparse.Namespace, journal: Journal) -> None:
     """Without models there is nothing to do."""
-    command = Command(args, journal, len(read_journal(journal.path)))
+
+    def copy_journal() -> None:
+        if args.out != args.folder:
+            shutil.copy(journal.path, args.out / "h200.jsonl")
+
+    command = Command(journal, args.out / "h200.log", args.device, copy_journal, len(read_journal(journal.path)))
     for job in plan_jobs(args):
-        command.run(job)
+        command.run(job, args.until)
         if not (args.folder / "models.json").is_file():
             break
 
@@ -743,13 +591,12 @@ def section_list(text: str) -> list[str]:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    draft = ROOT / "faser" / "drafts" / "smollm2-135m-16.gguf"
     add("--sections", type=section_list, default=list(SECTIONS), help="some of them, with commas between (all)")
     add("--budget-seconds", type=float, default=560.0, help="for everything (560)")
     add("--folder", type=Path, help="for models, requests, caches and the journal; kept")
     add("--report", action="store_true", help="measure nothing: the tables of the journal")
     add("--target", type=Path, metavar="TARGET.gguf", help="the small target (the default model, where installed)")
-    add("--draft", type=Path, default=draft, metavar="DRAFT.gguf", help="its draft (the one of 16 layers)")
+    add("--draft", type=Path, default=DRAFT, metavar="DRAFT.gguf", help="its draft (the one of 16 layers)")
     add("--python-path", type=Path, help="folder with the package gguf, where it is not installed")
     add("--prompts", type=Path, help="JSONL with `turns`, plain or .xz")
     add("--vllm-bundle", type=Path, help="vLLM, unpacked; without it FASER is measured alone")

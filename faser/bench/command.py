@@ -44,6 +44,7 @@ from faser.bench.workload import (
     at_rate,
     check_tokens,
     check_traffic,
+    describe_loads,
     load_workload,
     make_workload,
     mean_rate,
@@ -320,7 +321,7 @@ def _document(
         command=("faser", *_without_secrets(args.command_line)),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         about={**about, **describe_machine(), "slo": None if slo is None else dict(slo.most)},
-        workload=_about_workloads(session.played),
+        workload=describe_loads(session.played),
         runs=runs,
         groups=group_runs(runs),
     )
@@ -378,22 +379,6 @@ def _save_all(played: Sequence[tuple[Load, Workload]], path: Path) -> None:
         number = load.rate if load.concurrency is None else load.concurrency
         named = path if len(played) == 1 else path.with_stem(f"{path.stem}-{number:.4g}")
         save_workload(workload, named)
-
-
-def _about_workloads(played: Sequence[tuple[Load, Workload]]) -> dict[str, Any]:
-    sizes = ("num_requests", "seconds", "mean_prompt_tokens", "mean_output_tokens")
-    about = {name: value for name, value in played[0][1].about.items() if name not in sizes}
-    return {
-        **about,
-        "loads": [
-            {
-                "rate": load.rate,
-                "concurrency": load.concurrency,
-                **{name: workload.about[name] for name in sizes},
-            }
-            for load, workload in played
-        ],
-    }
 
 
 # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -87,8 +87,9 @@ def _of_records(lines: Sequence[Mapping[str, Any]], name: str, slo: Slo | None) 
             category=str(line.get("category", "")),
             num_prompt=line["prompt_tokens"],
             arrival=line["arrival"],
-            first=line["arrival"] + line["ttft"],
-            end=line["arrival"] + line["latency"],
+            # its latencies count from when it was sent, ours from when it was due
+            first=line["finished_at"] - line["latency"] + line["ttft"],
+            end=line["finished_at"],
             num_tokens=len(line["token_ids"]),
         )
         for index, line in enumerate(lines)

@@ -185,6 +185,23 @@ def describe_items(items: Sequence[Item]) -> dict[str, Any]:
     }
 
 
+def describe_loads(played: Sequence[tuple[Load, Workload]]) -> dict[str, Any]:
+    """How they were made, all alike, and of each load what it is."""
+    sizes = ("num_requests", "seconds", "mean_prompt_tokens", "mean_output_tokens")
+    about = {name: value for name, value in played[0][1].about.items() if name not in sizes}
+    return {
+        **about,
+        "loads": [
+            {
+                "rate": load.rate,
+                "concurrency": load.concurrency,
+                **{name: workload.about[name] for name in sizes},
+            }
+            for load, workload in played
+        ],
+    }
+
+
 def mean_rate(items: Sequence[Item]) -> float | None:
     """Requests per second, from the first arrival to the last; None where they come at once."""
     seconds = items[-1].arrival - items[0].arrival

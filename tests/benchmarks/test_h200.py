@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import h200, h200_report
-from benchmarks.h200 import Journal, Played, Seen
+from benchmarks.h200 import Played, Seen
+from benchmarks.h200_common import Journal
+from tests.benchmarks.fake_vllm import write_fake_vllm
 from tools.inflate import SHAPES
 
 MODELS = {
@@ -351,36 +353,6 @@ def test_what_cannot_work_is_refused_at_once(flags, message, capsys, tmp_path):
     assert message in capsys.readouterr().err
 
 
-FAKE_TRACE = """
-import asyncio
-from types import SimpleNamespace
-
-
-class Engine:
-    async def generate(self, prompt, params, request_id):
-        for _ in range(params.max_tokens):
-            await asyncio.sleep(0)
-            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5])])
-
-    def shutdown(self):
-        pass
-
-
-def make_engine(args):
-    assert args.model.endswith("target")
-    return Engine()
-"""
-
-
-def write_fake_vllm(folder):
-    package = folder / "bundle" / "vllm"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("from types import SimpleNamespace as SamplingParams\n")
-    (package / "sampling_params.py").write_text("class RequestOutputKind:\n    DELTA = 1\n")
-    (folder / "trace.py").write_text(FAKE_TRACE)
-    return ["--vllm-bundle", str(folder / "bundle"), "--vllm-trace", str(folder / "trace.py")]
-
-
 def test_two_commands_run_both_and_end_in_one_json_line(tmp_path, capsys, monkeypatch):
     """Tiny models on the CPU, and a vLLM that answers at once: every process, as on the GPU."""
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
@@ -404,8 +376,7 @@ def test_two_commands_run_both_and_end_in_one_json_line(tmp_path, capsys, monkey
 
 def test_a_process_that_dies_is_reported_and_the_others_run(tmp_path, capsys):
     given = ["--tiny", "--device", "cpu", "--folder", str(tmp_path / "work"), "--batches", "2", "--sections", "off"]
-    vllm = write_fake_vllm(tmp_path)
-    (tmp_path / "trace.py").write_text("raise ImportError('no vLLM here')")
+    vllm = write_fake_vllm(tmp_path, "raise ImportError('no vLLM here')")
     assert h200.main([*given, *vllm]) == 1
     printed = capsys.readouterr().out
     assert "no vLLM here" in printed

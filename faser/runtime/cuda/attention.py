@@ -108,12 +108,6 @@ def _block(block_m: int, head_dim: int, dtype: torch.dtype, crowded: bool) -> tu
     return min(128, max(16, block_n)), num_warps, num_stages
 
 
-def tile_capacity(num_requests: int, num_rows: int, rows_per_tile: int) -> int:
-    """The most tiles that num_requests requests with num_rows rows in all can make."""
-    num_requests = min(num_requests, num_rows)
-    return num_requests + (num_rows - num_requests) // rows_per_tile
-
-
 def build_tiles(num_rows: IntArray, rows_per_tile: int, start: IntArray | None = None) -> tuple[Int32Array, Int32Array]:
     """The request and the first row within it of each tile, for requests of num_rows rows.
 

@@ -248,12 +248,12 @@ def linear_residual(
 
 def rms_norm(x: Tensor, norm_weight: Tensor, eps: float, out: Tensor) -> None:
     """out = x / sqrt(mean(x^2) + eps) * norm_weight, row by row. x, out [R, K]."""
-    _norm_launch(x, None, norm_weight, eps, out)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, out: Tensor) -> None:
-    """residual += x, then out = rms_norm(residual): one pass over both. x, residual, out [R, K]."""
-    _norm_launch(x, residual, norm_weight, eps, out)
+    _contiguous(x, out, norm_weight)
+    num_rows, k = x.shape
+    block = triton.next_power_of_2(k)
+    _norm_kernel[(num_rows,)](
+        x, norm_weight, eps, out, K=k, BLOCK_K=block, num_warps=min(8, max(1, block // 256)), **_dependent_launch(x)
+    )
 
 
 def silu_mul(gate_up: Tensor, out: Tensor) -> None:
@@ -263,16 +263,6 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
     block = min(1024, triton.next_power_of_2(size))
     grid = (num_rows, triton.cdiv(size, block))
     _silu_mul_kernel[grid](gate_up, out, size, BLOCK=block, **_dependent_launch(out))
-
-
-def _norm_launch(x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, out: Tensor) -> None:
-    _contiguous(x, out, norm_weight)
-    num_rows, k = x.shape
-    block = triton.next_power_of_2(k)
-    _norm_kernel[(num_rows,)](
-        x, x if residual is None else residual, norm_weight, eps, out,
-        K=k, ADDS=residual is not None, BLOCK_K=block, num_warps=min(8, max(1, block // 256)), **_dependent_launch(x),
-    )  # fmt: skip
 
 
 # ---- launches ----
@@ -568,10 +558,8 @@ def _tiles_kernel(
 
 
 @triton.jit
-def _norm_kernel(
-    x, residual, norm, eps, out, K: tl.constexpr, ADDS: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr
-):  # fmt: skip
-    """One row: added to its residual where there is one, then normalised."""
+def _norm_kernel(x, norm, eps, out, K: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr):
+    """One row."""
     k = tl.arange(0, BLOCK_K)
     row = tl.program_id(0).to(tl.int64) * K
     scales = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
@@ -579,9 +567,6 @@ def _norm_kernel(
         gdc_launch_dependents()
         gdc_wait()
     values = tl.load(x + row + k, mask=k < K, other=0.0).to(tl.float32)
-    if ADDS:
-        values += tl.load(residual + row + k, mask=k < K, other=0.0).to(tl.float32)
-        tl.store(residual + row + k, values.to(residual.dtype.element_ty), mask=k < K)
     inverse = tl.rsqrt(tl.sum(values * values) / K + eps)
     tl.store(out + row + k, (values * inverse * scales).to(out.dtype.element_ty), mask=k < K)
 
