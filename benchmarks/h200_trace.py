@@ -78,8 +78,8 @@ DEFAULTS: dict[str, Any] = {
     "max_prompt": 1024, "max_output": 256, "max_running": 256, "max_model_len": 4096,
 }  # fmt: skip
 TINY: dict[str, Any] = {
-    "policies": ("off", "fixed:1"), "vllm_lengths": (0, 2), "loads": (0.5, 1.5), "span": 0.5,
-    "max_prompt": 24, "max_output": 8, "max_running": 2, "max_model_len": 64,
+    "policies": ("off", "fixed:1"), "vllm_lengths": (0, 2), "loads": (0.5, 1.5), "span": 0.2,
+    "max_prompt": 24, "max_output": 6, "max_running": 2, "max_model_len": 64,
 }  # fmt: skip
 TRAFFIC = (
     "trace", "loads", "rate", "span", "max_prompt", "max_output", "max_running", "max_model_len", "batch_tokens",
@@ -352,7 +352,8 @@ def saturation_rate(
 
     size: int = args.max_running
     number, ended = LOOP_ROUNDS * size, 0
-    workload = make_workload(replace(traffic, requests=number), Load(concurrency=size), vocabulary)
+    # drawn from all of the trace, as the loads are: its beginning has longer answers
+    workload = replace(make_workload(traffic, Load(number / args.span), vocabulary), concurrency=size)
 
     def is_enough() -> bool:
         """From then on nobody takes the place of those that end."""

@@ -61,7 +61,7 @@ class ScriptedOff:
 
 
 def test_the_saturation_rate_is_that_of_a_full_loop():
-    args = SimpleNamespace(max_running=4, until=float("inf"))
+    args = SimpleNamespace(max_running=4, span=1.0, until=float("inf"))
     traffic = WorkloadOptions(trace="azure-conv", timing=Timing(span=1.0), max_prompt=8, max_output=4, prompts="random")
     vocabulary = Vocabulary(64, 64, None)
     assert h200_trace.saturation_rate(args, ScriptedOff(), traffic, vocabulary) == pytest.approx(2.0)
@@ -114,6 +114,7 @@ def faser_alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faser")
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("OUT", raising=False)
+        patch.setenv("OMP_NUM_THREADS", "1")  # tiny products wait for threads longer than they compute
         patch.setattr(report, "browser", lambda: None)
         assert h200_trace.main([*TINY, str(folder)]) == 0
     return folder
