@@ -10,9 +10,10 @@ pytest.importorskip("triton")
 
 from faser.config import EngineOptions
 from faser.errors import ConfigError, EngineError
+from faser.models import weights
 from faser.models.transformer import Transformer
 from faser.policy import Fixed
-from faser.runtime.build import build_engine
+from faser.runtime.build import build_engine, load_pair
 from faser.runtime.cuda.memory import GIB, Division, explained_shortage
 from faser.types import Request, SamplingParams
 from tests.runtime.cuda.test_executor import on
@@ -44,6 +45,15 @@ def test_the_division_adds_up_to_the_whole():
         "left 3.0",
     ):
         assert part in text
+
+
+def test_a_model_too_large_for_the_memory_is_refused_with_advice(folder, monkeypatch):
+    def fail(*_args, **_kwargs):
+        raise torch.OutOfMemoryError("tried 70 GiB\nand a long explanation")
+
+    monkeypatch.setattr(weights, "load", fail)
+    with pytest.raises(ConfigError, match=r"loading the target in float32: .* --device cpu \(tried 70 GiB\)"):
+        load_pair(str(folder), None, EngineOptions(device="cpu"))
 
 
 @pytest.fixture
