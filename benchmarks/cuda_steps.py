@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.h200_report import step_floor_ms
 from faser.config import EngineOptions
 from faser.engine import Engine
 from faser.models.config import ModelConfig
@@ -34,24 +35,16 @@ from faser.runtime.cuda.device import CudaDevice
 from faser.types import Request, SamplingParams
 from tools.inflate import SHAPES
 
-BANDWIDTH, FLOPS = 4.3e12, 790e12
+VOCABULARY = 49152
 PROFILED_STEPS = 8
 
 
 def make_model(name: str, seed: int, max_positions: int) -> Transformer:
     config = ModelConfig(
-        family="llama", vocab_size=49152, norm_eps=1e-5, max_positions=max_positions, eos_token_ids=(2,),
+        family="llama", vocab_size=VOCABULARY, norm_eps=1e-5, max_positions=max_positions, eos_token_ids=(2,),
         dtype="bfloat16", **asdict(SHAPES[name]),
     )  # fmt: skip
     return Transformer.random(config, seed, torch.bfloat16, device="cuda")
-
-
-def floor_ms(model: Transformer, rows: int, context_tokens: int) -> float:
-    """Of one forward."""
-    config = model.config
-    kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.dtype.itemsize * context_tokens
-    num_weights = (model.num_bytes - model.embedding.numel() * 2) / 2
-    return 1e3 * max((2 * num_weights + kv) / BANDWIDTH, 2 * num_weights * rows / FLOPS)
 
 
 def add_batch(engine: Engine, batch: int, prompt: int, output: int) -> None:
@@ -135,6 +128,10 @@ def main() -> None:
     batches, lengths = ([int(each) for each in text.split(",")] for text in (args.batches, args.lengths))
 
     target, draft = (make_model(name, seed, 4096) for seed, name in enumerate((args.target, args.draft)))
+    models = {
+        "target": asdict(SHAPES[args.target]), "draft": asdict(SHAPES[args.draft]), "vocabulary": VOCABULARY,
+        "prompt": args.prompt, "output": args.output,
+    }  # fmt: skip
     device = CudaDevice()
     device.runs_ahead = not args.waiting
     options = EngineOptions(policy=f"fixed:{max(lengths)}", acceptance=args.acceptance, prefix_caching=False)
@@ -148,10 +145,7 @@ def main() -> None:
             engine.scheduler.policy = Fixed(length)
             run_batch(engine, batch, args.prompt, 32)
             found = run_batch(engine, batch, args.prompt, args.output)
-            context = batch * (args.prompt + args.output // 2)
-            found["floor_ms"] = floor_ms(target, batch * (length + 1), context) + length * floor_ms(
-                draft, batch, context
-            )
+            found["floor_ms"] = step_floor_ms(models, batch, length)
             print(
                 f"{batch:5} {length:6} {found['ms_per_token']:9.3f} {found['step_ms']:8.3f} {found['floor_ms']:6.2f} "
                 f"{found['draft_ms']:6.3f} {found['verify_ms']:7.3f} {100 * found['gap']:4.1f}% "

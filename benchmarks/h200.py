@@ -74,13 +74,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.h200_common import (
-    DRAFT,
     Command,
     Job,
     Journal,
     VllmEngine,
     python_path,
     read_json,
+    refuse_missing,
+    shared_parser,
     vllm_environment,
     vllm_settings,
 )
@@ -589,27 +590,16 @@ def section_list(text: str) -> list[str]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = shared_parser(__doc__)
     add = parser.add_argument
     add("--sections", type=section_list, default=list(SECTIONS), help="some of them, with commas between (all)")
-    add("--budget-seconds", type=float, default=560.0, help="for everything (560)")
     add("--folder", type=Path, help="for models, requests, caches and the journal; kept")
     add("--report", action="store_true", help="measure nothing: the tables of the journal")
-    add("--target", type=Path, metavar="TARGET.gguf", help="the small target (the default model, where installed)")
-    add("--draft", type=Path, default=DRAFT, metavar="DRAFT.gguf", help="its draft (the one of 16 layers)")
-    add("--python-path", type=Path, help="folder with the package gguf, where it is not installed")
     add("--prompts", type=Path, help="JSONL with `turns`, plain or .xz")
-    add("--vllm-bundle", type=Path, help="vLLM, unpacked; without it FASER is measured alone")
-    add("--vllm-trace", type=Path, help="the peer's vllm_trace.py")
     add("--batches", type=numbers)
     add("--lengths", type=numbers, help="of FASER's drafts")
     add("--vllm-lengths", type=numbers, help="each takes a start of vLLM")
-    add("--batch-tokens", type=int, help="rows of a step, both systems (the choice of each)")
-    add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--tiny", action="store_true", help="tiny random models and sizes: does it all run?")
     add("--worker", choices=("models", "faser", "startup", "vllm"), help="one of the processes, run by hand")
-    for hidden, kind in {"--until": float, "--spawned": float, "--session": float, "--only-length": int}.items():
-        add(hidden, type=kind, help=argparse.SUPPRESS)
     return parser
 
 
@@ -632,11 +622,7 @@ def parse_args(given: Sequence[str]) -> argparse.Namespace:
 
 def refuse(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Everything that would otherwise fail after minutes on a GPU."""
-    for path in (args.target, args.draft, args.prompts, args.python_path, args.vllm_bundle, args.vllm_trace):
-        if path is not None and not path.exists():
-            parser.error(f"{path} does not exist")
-    if (args.vllm_bundle is None) != (args.vllm_trace is None):
-        parser.error("vLLM takes --vllm-bundle and --vllm-trace together")
+    refuse_missing(parser, args, args.prompts)
     if args.prompts is None and not args.tiny and not (args.folder / "models.json").is_file():
         parser.error("give --prompts FILE")
 

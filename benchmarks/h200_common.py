@@ -37,6 +37,36 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+# ── the command line ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def shared_parser(description: str | None) -> argparse.ArgumentParser:
+    """With the flags that every command has, and those it tells its own processes with."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--target", type=Path, metavar="TARGET.gguf", help="the small target (the default model, where installed)")
+    add("--draft", type=Path, default=DRAFT, metavar="DRAFT.gguf", help="its draft (the one of 16 layers)")
+    add("--python-path", type=Path, help="folder with the package gguf, where it is not installed")
+    add("--vllm-bundle", type=Path, help="vLLM, unpacked; without it FASER is measured alone")
+    add("--vllm-trace", type=Path, help="the peer's vllm_trace.py")
+    add("--batch-tokens", type=int, help="rows of a step, both systems (the choice of each)")
+    add("--budget-seconds", type=float, default=560.0, help="for everything (560)")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--tiny", action="store_true", help="tiny random models and sizes: does it all run?")
+    for hidden, kind in {"--until": float, "--spawned": float, "--session": float, "--only-length": int}.items():
+        add(hidden, type=kind, help=argparse.SUPPRESS)
+    return parser
+
+
+def refuse_missing(parser: argparse.ArgumentParser, args: argparse.Namespace, *further: Path | None) -> None:
+    """Files that are not there, and half of what vLLM takes."""
+    for path in (args.target, args.draft, args.python_path, args.vllm_bundle, args.vllm_trace, *further):
+        if path is not None and not path.exists():
+            parser.error(f"{path} does not exist")
+    if (args.vllm_bundle is None) != (args.vllm_trace is None):
+        parser.error("vLLM takes --vllm-bundle and --vllm-trace together")
+
+
 # ── the journal ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -53,7 +53,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.h200_common import (
-    DRAFT,
     ROOT,
     Command,
     Job,
@@ -61,6 +60,8 @@ from benchmarks.h200_common import (
     VllmEngine,
     python_path,
     read_json,
+    refuse_missing,
+    shared_parser,
     vllm_environment,
     vllm_settings,
 )
@@ -566,13 +567,8 @@ def positive(text: str) -> float:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = shared_parser(__doc__)
     add = parser.add_argument
-    add("--target", type=Path, metavar="TARGET.gguf", help="the small target (the default model, where installed)")
-    add("--draft", type=Path, default=DRAFT, metavar="DRAFT.gguf", help="its draft (the one of 16 layers)")
-    add("--python-path", type=Path, help="folder with the package gguf, where it is not installed")
-    add("--vllm-bundle", type=Path, help="vLLM, unpacked; without it FASER is measured alone")
-    add("--vllm-trace", type=Path, help="the peer's vllm_trace.py")
     add("--vllm-lengths", type=lengths, help="of vLLM's drafts; each takes a start of it (0,2)")
     add("--policies", type=words, help="of FASER (off,fixed:2,fixed:4)")
     add("--trace", default="azure-conv", help="as in faser bench (azure-conv)")
@@ -583,18 +579,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--max-output", type=int, help="tokens; longer answers are cut (256)")
     add("--max-running", type=int, help="requests in one batch, both systems (256)")
     add("--max-model-len", type=int, help="tokens (4096)")
-    add("--batch-tokens", type=int, help="rows of a step, both systems (the choice of each)")
     add("--slo", default="ttft=1,tpot=0.03", help="seconds, for goodput (ttft=1,tpot=0.03)")
     add("--seed", type=int, default=0)
-    add("--budget-seconds", type=float, default=560.0, help="for everything (560)")
     add("--folder", type=Path, help="for models, caches and what is measured; that of h200.py will do")
     add("--resume", action="store_true", help="play what the last call with this folder did not")
     add("--report-only", type=Path, metavar="DIR", help="measure nothing: the report of DIR/results.json")
-    add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--tiny", action="store_true", help="tiny random models and sizes: does it all run?")
     add("--worker", choices=("faser", "vllm"), help=argparse.SUPPRESS)
-    for hidden, kind in {"--until": float, "--spawned": float, "--session": float, "--only-length": int}.items():
-        add(hidden, type=kind, help=argparse.SUPPRESS)
     return parser
 
 
@@ -623,11 +613,7 @@ def refuse(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     from faser.policy import make_policy
 
     report = None if args.report_only is None else args.report_only / "results.json"
-    for path in (args.target, args.draft, args.python_path, args.vllm_bundle, args.vllm_trace, report):
-        if path is not None and not path.exists():
-            parser.error(f"{path} does not exist")
-    if (args.vllm_bundle is None) != (args.vllm_trace is None):
-        parser.error("vLLM takes --vllm-bundle and --vllm-trace together")
+    refuse_missing(parser, args, report)
     try:
         args.policies = tuple(dict.fromkeys(make_policy(name).name for name in args.policies))
         Slo.parse(args.slo)
