@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from faser.config import ServerOptions
     from faser.types import SamplingParams
 
+POLICIES = "faser, off, fixed:K, table:64=3/128=1, goodput, ema, adaspec, tetris, nightjar, faser-gp"
 API_KEY_VARIABLE = "FASER_API_KEY"
 # what a shell completes with file names
 FILE_DESTINATIONS = (
     "model", "draft", "chat_template", "trace", "workload", "save_workload", "prompts", "out", "report",
+    "profile",
 )  # fmt: skip
 
 
@@ -30,8 +32,9 @@ def add_debug(parser: argparse.ArgumentParser, default: Any = argparse.SUPPRESS)
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     engine = _add_engine_sizes(parser)
-    engine.add_argument("--policy", help="off or fixed:K; default: fixed:1 with a draft, off without")
+    engine.add_argument("--policy", help=f"{POLICIES}; default: faser with a draft, off without")
     engine.add_argument("--no-prefix-caching", action="store_true")
+    _add_profile_file(engine)
 
 
 def _add_engine_sizes(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -58,6 +61,25 @@ def _add_engine_sizes(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
     return engine
 
 
+def _add_profile_file(engine: argparse._ArgumentGroup) -> None:
+    engine.add_argument(
+        "--profile", metavar="FILE",
+        help="what forwards cost, made by `faser profile`; default: measured at the first start and kept",
+    )  # fmt: skip
+
+
+def add_profile(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Measure what the forwards of target and draft cost on this machine and keep it for policies that go by it. "
+        "Prints a table for people, then the profile as one JSON document on the last line."
+    )
+    parser.add_argument("--out", metavar="FILE", help="default: where later starts look for it")
+    parser.add_argument("--budget", type=float, metavar="S", help="seconds; default: 12 on a GPU, 6 on a CPU")
+    engine = _add_engine_sizes(parser)
+    engine.add_argument("--policy", help="whose lengths to prepare for; default: as for `faser serve`")
+    parser.set_defaults(profile=None, no_prefix_caching=False)
+
+
 def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of EngineOptions, which `LLM` takes too."""
     return {
@@ -70,6 +92,7 @@ def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
         "page_size": args.page_size,
         "kv_memory": None if args.kv_memory is None else _num_bytes("--kv-memory", args.kv_memory, 2**30),
         "prefix_caching": not args.no_prefix_caching,
+        "profile": args.profile,
     }
 
 
@@ -189,7 +212,7 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         "Play traffic through FASER in this process, or through any server of the OpenAI API, and print its figures: "
         "a table for people, then one JSON document on the last line. docs/metrics.md defines every figure."
     )
-    _add_bench_traffic(parser)
+    _add_bench_prompts(_add_bench_traffic(parser))
     _add_bench_systems(parser)
     _add_bench_results(parser)
     engine = _add_engine_sizes(parser)
@@ -200,10 +223,65 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         "--acceptance", type=float, metavar="P",
         help="accept each drafted token with this probability, whatever it says: wrong text, real cost",
     )  # fmt: skip
-    parser.set_defaults(policy=None)
+    _add_profile_file(engine)
+    parser.set_defaults(policy=None, repeats_trace=False)
 
 
-def _add_bench_traffic(parser: argparse.ArgumentParser) -> None:
+def add_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Play traffic through the real scheduler and policies on a virtual clock: steps take the seconds of a profile, "
+        "drafts are judged by an oracle. The figures are those of `faser bench`. docs/simulator.md says how it works."
+    )
+    _add_bench_traffic(parser)
+    systems = parser.add_argument_group("systems")
+    _add_policies(systems)
+    systems.add_argument(
+        "--against", action="append", default=[], metavar="[NAME=]FILE",
+        help="results to stand beside, as of `faser bench`; may be given several times, ratios are against the first",
+    )  # fmt: skip
+    _add_bench_results(parser)
+    _add_simulated_machine(parser)
+    # what `faser bench` can be told besides, and nothing simulated needs
+    parser.set_defaults(
+        url=None, api_key=None, request_timeout=600.0, warmup=0, model=None, draft=None, save_workload=None,
+        repeats_trace=True,
+    )  # fmt: skip
+
+
+def _add_simulated_machine(parser: argparse.ArgumentParser) -> None:
+    machine = parser.add_argument_group("simulated machine")
+    machine.add_argument(
+        "--profile", default="h200-8b-1b", metavar="NAME|FILE",
+        help="what forwards cost: h200-8b-1b (default), h200-32b-0.6b, or a file of `faser profile`",
+    )  # fmt: skip
+    machine.add_argument(
+        "--acceptance", default="replay", metavar="HOW",
+        help="replay (measured sequences, default), P, P:SPREAD, P:SPREAD:DRIFT, or a document of `faser bench`",
+    )  # fmt: skip
+    machine.add_argument(
+        "--replicas", type=int, default=1, metavar="N",
+        help="so many machines behind a least-loaded router; above 16, by tables of one; default: 1",
+    )  # fmt: skip
+    machine.add_argument("--max-running", type=int, default=256, metavar="N", help="requests in a batch; default: 256")
+    machine.add_argument(
+        "--max-batch-tokens", type=int, default=4096, metavar="N", help="rows in one step; default: 4096"
+    )
+    machine.add_argument(
+        "--max-model-len", type=int, default=4096, metavar="N", help="tokens of one request; default: 4096"
+    )
+    machine.add_argument(
+        "--kv-tokens", type=int, metavar="N", help="that each KV pool holds; default: what the profile says"
+    )
+    machine.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens in one KV page; default: 16")
+    machine.add_argument(
+        "--no-run-ahead", action="store_true", help="plan a step only when the one before has ended, as on a CPU"
+    )
+    machine.add_argument(
+        "--noise", type=float, default=0.0, metavar="SHARE", help="spread of a step's seconds, as 0.05; default: none"
+    )
+
+
+def _add_bench_traffic(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     traffic = parser.add_argument_group("traffic")
     traffic.add_argument(
         "--trace", metavar="NAME|FILE",
@@ -216,7 +294,6 @@ def _add_bench_traffic(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     traffic.add_argument("--concurrency", metavar="N,…", help="closed loops instead: so many requests open at a time")
     traffic.add_argument("--workload", metavar="FILE", help="play the requests of this file")
-    traffic.add_argument("--save-workload", metavar="FILE", help="write them there, to be played elsewhere too")
     traffic.add_argument("--rate", metavar="R,…", help="mean requests per second, one or several")
     traffic.add_argument("--scale", type=float, metavar="X", help="or times the rate of the source")
     traffic.add_argument(
@@ -242,16 +319,20 @@ def _add_bench_traffic(parser: argparse.ArgumentParser) -> None:
         "--prompts", default="specbench", metavar="NAME,…",
         help="specbench, mtbench, gsm8k, a text or JSON Lines file, or random (tokens); default: specbench",
     )  # fmt: skip
+    traffic.add_argument("--seed", type=int, default=0, help="of everything that is drawn; default: 0")
+    return traffic
+
+
+def _add_bench_prompts(traffic: argparse._ArgumentGroup) -> None:
+    """What matters only where prompts have a text."""
+    traffic.add_argument("--save-workload", metavar="FILE", help="write the requests there, to be played elsewhere too")
     traffic.add_argument("--no-chat-template", action="store_true", help="prompts without the model's chat template")
     traffic.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
-    traffic.add_argument("--seed", type=int, default=0, help="of everything that is drawn; default: 0")
 
 
 def _add_bench_systems(parser: argparse.ArgumentParser) -> None:
     systems = parser.add_argument_group("systems")
-    systems.add_argument(
-        "--policies", metavar="P,…", help="each plays the same traffic: off, fixed:K, fixed:1..6; default: off,fixed:1"
-    )
+    _add_policies(systems)
     systems.add_argument("--url", help="a server of the OpenAI API instead of FASER in this process")
     systems.add_argument(
         "--against", action="append", default=[], metavar="[NAME=]URL|FILE",
@@ -262,8 +343,14 @@ def _add_bench_systems(parser: argparse.ArgumentParser) -> None:
     systems.add_argument(
         "--request-timeout", type=float, default=600.0, metavar="S", help="for a server's answer; default: 600"
     )
-    systems.add_argument("--repeats", type=int, default=1, metavar="N", help="median and spread of N; default: 1")
     systems.add_argument("--warmup", type=int, default=8, metavar="N", help="requests before each run; default: 8")
+
+
+def _add_policies(systems: argparse._ArgumentGroup) -> None:
+    systems.add_argument(
+        "--policies", metavar="P,…", help=f"each plays the same traffic: {POLICIES}, fixed:1..6; default: off,faser"
+    )
+    systems.add_argument("--repeats", type=int, default=1, metavar="N", help="median and spread of N; default: 1")
 
 
 def _add_bench_results(parser: argparse.ArgumentParser) -> None:

@@ -94,11 +94,19 @@ def make_parser() -> argparse.ArgumentParser:
     bench.set_defaults(run=_bench)
     arguments.add_bench(bench)
 
+    profile = commands.add_parser("profile", help="measure what forwards cost on this machine")
+    profile.set_defaults(run=_profile)
+    arguments.add_profile(profile)
+
+    simulate = commands.add_parser("simulate", help="play traffic through simulated GPUs, one or a thousand")
+    simulate.set_defaults(run=_simulate)
+    arguments.add_simulate(simulate)
+
     completion = commands.add_parser("completion", help="print a script that completes faser's options in a shell")
     completion.set_defaults(run=_completion)
     completion.add_argument("shell", choices=SHELLS, help='e.g. for bash: eval "$(faser completion bash)"')
 
-    for command in (serve, chat, generate, bench, completion):
+    for command in (serve, chat, generate, bench, profile, simulate, completion):
         arguments.add_debug(command)
     return parser
 
@@ -227,6 +235,24 @@ def _bench(args: argparse.Namespace) -> int:
     from faser.bench.command import bench
 
     return bench(args)
+
+
+# ---- profile ----
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from faser.profile_command import profile
+
+    return profile(args)
+
+
+# ---- simulate ----
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from faser.sim.command import simulate
+
+    return simulate(args)
 
 
 # ---- completion ----

@@ -9,7 +9,7 @@ from faser.models import config as model_config
 from faser.policy import Policy, make_policy
 
 NGRAM = "ngram"
-DEFAULT_LENGTH = 1  # of the fixed policy where none is named: the best on a CPU (docs/lab.md)
+DEFAULT_POLICY = "faser"  # with a draft
 DTYPES = ("auto", *model_config.DTYPES)
 DEVICES = ("auto", "cpu", "cuda")
 ON_ENGINE_FAILURE = ("restart", "exit")
@@ -20,7 +20,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 class EngineOptions:
     """Sizes and choices that do not depend on the model. None lets FASER choose."""
 
-    policy: str | Policy | None = None  # None: fixed:1 with a draft, off without
+    policy: str | Policy | None = None  # None: faser with a draft, off without
     device: str = "auto"
     dtype: str = "auto"
     max_running: int | None = None  # requests in one batch; None: the device's choice
@@ -31,6 +31,7 @@ class EngineOptions:
     num_pages: int | None = None  # pages of each pool, instead of kv_memory
     prefix_caching: bool = True
     acceptance: float | None = None  # accept each draft with this probability whatever it says: wrong text, real cost
+    profile: str | None = None  # a file of what forwards cost, for policies that ask; None: one kept, or measured now
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_batch_tokens", "max_model_len", "page_size", "kv_memory", "num_pages"):
@@ -55,7 +56,7 @@ class EngineOptions:
         """The policy by name, or as given; refused where it would speculate without a draft."""
         policy = self.policy
         if policy is None:
-            policy = f"fixed:{DEFAULT_LENGTH}" if has_draft else "off"
+            policy = DEFAULT_POLICY if has_draft else "off"
         if isinstance(policy, str):
             policy = make_policy(policy)
         if not has_draft and policy.name != "off":

@@ -1,16 +1,17 @@
-"""What a step costs: seconds predicted from a plan, learned from the steps that ran.
+"""What a step costs where nothing was profiled: seconds predicted from a plan, learned from the steps that ran.
 
-Knows plans and seconds, no tensors. The model is linear in what a step does (rows of the target, passes and rows of the
-draft, context read) and fitted online with weights that fade, so it follows the machine and the traffic. Errors count
-relative to the size of the step: a long prefill does not drown out the short decoding steps. Relative to its measured
-time would be wrong, since slow outliers would count less than fast ones and every prediction come out too low.
+Knows plans and seconds, no tensors. It is what the dashboard compares steps with when the policy needs no profile
+(faser/profile.py); no policy goes by it. The model is linear in what a step does (rows of the target, passes and rows
+of the draft, context read) and fitted online with weights that fade, so it follows the machine and the traffic. Errors
+count relative to the size of the step: a long prefill does not drown out the short decoding steps. Relative to its
+measured time would be wrong, since slow outliers would count less than fast ones and every prediction come out too low.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from faser.types import FloatArray, StepPlan
+from faser.types import FloatArray, StepPlan, StepSeconds
 
 _FADING = 0.99  # weight of a step against the one after it: about the last hundred count
 _RIDGE = 1e-6  # keeps the fit defined while the steps seen are all alike
@@ -30,7 +31,8 @@ class StepCost:
         """Seconds, or None before the first step was seen."""
         return None if self._weights is None else max(0.0, float(_features(plan) @ self._weights))
 
-    def learn(self, plan: StepPlan, seconds: float) -> None:
+    def learn(self, plan: StepPlan, spent: StepSeconds, seconds: float) -> None:
+        """What its parts `spent` is of no use here."""
         features = _features(plan)
         weight = 1 / features.sum() ** 2
         self._gram = _FADING * self._gram + weight * np.outer(features, features)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from faser.cost import StepCost
+from faser.policy.base import Outcome
+from faser.profile import ProfiledCost
 from faser.scheduler import Scheduler
 from faser.stats import EngineStats
 from faser.types import FinishReason, Progress, Request, StepPlan, StepResult
@@ -62,14 +64,21 @@ class _Flight:
 class Engine:
     """Requests in, tokens out, one step at a time.
 
-    With an `AsyncExecutor` the next step is planned and submitted while this one runs, wherever it can be.
+    `cost` is the one the scheduler's policy goes by, where it needs one. With an `AsyncExecutor` the next step is
+    planned and submitted while this one runs, wherever it can be.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, clock: Callable[[], float] = perf_counter) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Callable[[], float] = perf_counter,
+        cost: ProfiledCost | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.stats = EngineStats()
-        self.cost = StepCost()
+        self.cost = cost or StepCost()
         self._async = executor if isinstance(executor, AsyncExecutor) else None
         self._flights: deque[_Flight] = deque()
         self._landed = float("-inf")  # when the last step ended
@@ -117,11 +126,30 @@ class Engine:
         started = max(flight.started, self._landed)
         planned = started + flight.planned - flight.started
         self._landed = ended
-        self.cost.learn(plan, ended - started)
-        self.stats.record(
-            plan, result, progress, started=started, planned=planned, ended=ended, predicted=flight.predicted
-        )
+        predicted = flight.predicted
+        if plan.stopping is not None:  # what was to be drafted is known by now
+            plan = replace(plan, lengths=result.num_drafted)
+            predicted = self.cost.predict(plan)
+        self.cost.learn(plan, result.seconds, ended - started)
+        self._teach(plan, result, ended - started)
+        self.stats.record(plan, result, progress, started=started, planned=planned, ended=ended, predicted=predicted)
         return progress
+
+    def _teach(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        policy, samples = self.scheduler.policy, plan.samples
+        if hasattr(policy, "learn") and samples.any():  # a Learner; isinstance would take 14 µs of every step
+            prompt_rows = int(plan.num_rows.sum()) - int(samples.sum())
+            policy.learn(
+                Outcome(
+                    slots=plan.slots[samples],
+                    lengths=result.num_drafted[samples],
+                    accepted=result.num_accepted[samples],
+                    lag=plan.draft_rows[samples],
+                    num_prefill_rows=prompt_rows,
+                    seconds=seconds,
+                    confidence=None if result.confidence is None else result.confidence[samples],
+                )
+            )
 
     def abandon(self, reason: FinishReason = FinishReason.FAILED) -> list[Progress]:
         """End every open request; the engine is then empty and usable again."""

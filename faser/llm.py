@@ -44,10 +44,10 @@ class LLM:
     """A model, or a pair, ready to generate.
 
     model: a Hugging Face folder, a hub name, a GGUF file, or a model in memory; None is the default pair. draft:
-    likewise, or a patch made by tools/distill.py, or "ngram" (prompt lookup, no model), or None. policy: "off" or
-    "fixed:K", or a Policy; None is fixed:1 with a draft and off without. chat_template: one, or its text; None is the
-    model's own. `sizes` are the further fields of faser.config.EngineOptions. The output never depends on draft, policy
-    or sizes.
+    likewise, or a patch made by tools/distill.py, or "ngram" (prompt lookup, no model), or None. policy: a name of
+    faser/policy ("faser", "off", "fixed:K", …), or a Policy; None is "faser" with a draft and "off" without.
+    chat_template: one, or its text; None is the model's own. `sizes` are the further fields of
+    faser.config.EngineOptions. The output never depends on draft, policy or sizes.
     """
 
     def __init__(

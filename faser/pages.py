@@ -74,6 +74,20 @@ class PagePool:
         self.count[slots] += needed
         return True
 
+    def extend(self, slot: int, num_tokens: int) -> bool:
+        """`reserve` for one."""
+        first = int(self.count[slot])
+        needed = self.pages_for(num_tokens) - first
+        if needed <= 0:
+            return True
+        if needed > self.num_available:
+            return False
+        pages = self._take(needed)
+        self._write(np.full(needed, slot), np.arange(first, first + needed), pages)
+        self._holders[pages] = 1
+        self.count[slot] += needed
+        return True
+
     def truncate(self, slots: IntArray, num_tokens: IntArray) -> None:
         """Give back the pages beyond num_tokens: look-ahead for drafts that were rejected.
 
@@ -89,13 +103,15 @@ class PagePool:
 
     def release(self, slot: int) -> None:
         """Give back all of a slot's pages. Published ones become idle, the end of the context first in line to go."""
+        if not self.count[slot]:
+            return
         pages = self.table[slot, : self.count[slot]][::-1]
         self.count[slot] = 0
         self._holders[pages] -= 1
-        unheld = pages[self._holders[pages] == 0]
-        if not self._hash_of:
-            self._push(unheld)
+        if not self._hash_of:  # then nobody shares
+            self._push(pages)
             return
+        unheld = pages[self._holders[pages] == 0]
         for page in unheld.tolist():
             if page in self._hash_of:
                 self._idle[page] = None

@@ -21,6 +21,7 @@ dropped.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,8 @@ from numpy.typing import NDArray
 from faser.errors import EngineError, InvalidRequest, RequestTooLong
 from faser.pages import NO_WRITES, PagePool, page_hash
 from faser.policy import MAX_LENGTH, BatchView, Policy
+from faser.policy.stopping import Stopping
+from faser.profile import Cost
 from faser.types import (
     Admission,
     Finish,
@@ -72,6 +75,7 @@ class _Entry:
     token_ids: IntArray  # up to date while it waits; while it runs the slot's row is
     hashes: list[bytes] = field(default_factory=list)  # of the full pages of its context
     stats: Stats = field(default_factory=Stats)  # from before a preemption
+    judged: int = 0  # likewise
     slot: int = -1
 
 
@@ -81,7 +85,6 @@ class _Flight:
 
     plan: StepPlan
     settled: StepPlan  # the same, when what was unsettled in it is known
-    entries: list[_Entry | None]  # whose rows these are, in the plan's order
     advanced: bool = False
 
 
@@ -100,9 +103,11 @@ class Scheduler:
         *,
         speculates: bool = False,
         prefix_caching: bool = True,
+        cost: Cost | None = None,
     ) -> None:
         self.limits = limits
         self.policy = policy
+        self.cost = cost  # what the policy may go by
         self.target_pages = target_pages
         self.draft_pages = draft_pages
         self.num_preemptions = 0
@@ -133,6 +138,7 @@ class Scheduler:
         self._num_published, self._draft_published = per_slot(), per_slot()  # pages
         self._max_draft = per_slot()
         self._drafted, self._verified, self._accepted, self._steps = per_slot(), per_slot(), per_slot(), per_slot()
+        self._judged = per_slot()
         self._lengths: IntArray = np.zeros((limits.max_running, MAX_LENGTH + 1), dtype=np.int64)  # steps, by length
         self._watched: NDArray[np.bool_] = np.zeros(limits.max_running, dtype=np.bool_)  # has stop strings or logprobs
         self._stop_ids: dict[int, int] = {}  # stop id → running requests that have it
@@ -157,7 +163,7 @@ class Scheduler:
         if request.id in self._entries:
             raise InvalidRequest(f"request id {request.id!r} is already in use; give every open request its own")
         self._check_size(request)
-        entry = _Entry(request, checker, np.array(request.prompt_token_ids, dtype=np.int64))
+        entry = _Entry(request, checker, np.asarray(request.prompt_token_ids, dtype=np.int64))
         self._entries[request.id] = entry
         self._waiting.append(entry)
 
@@ -187,7 +193,7 @@ class Scheduler:
             return None  # somebody must be preempted, and nobody's last token is known
         plan = self._build_plan()
         if plan is not None:
-            self._flights.append(_Flight(plan, plan, [self._at[slot] for slot in plan.slots.tolist()]))
+            self._flights.append(_Flight(plan, plan))
         return plan
 
     def advance(self) -> None:
@@ -205,19 +211,23 @@ class Scheduler:
         flight = self._flights.popleft()
         plan = flight.settled
         self._settle(plan, result)
-        alive = np.array([entry is self._at[slot] for entry, slot in zip(flight.entries, plan.slots, strict=True)])
-        if not alive.all():
-            plan, result = _only(plan, result, alive)
+        if self._limbo:  # somebody has ended whose rows these are, or those of the step behind
+            alive = ~self._are(self._limbo)[plan.slots]
+            if not alive.all():
+                plan, result = _only(plan, result, alive)
         slots, samples = plan.slots, plan.samples
         emitted = np.where(samples, result.num_accepted + 1, 0)
         self._append(slots, plan.num_tokens, emitted, result.token_ids)
-        if flight.advanced:
-            self._take_back(slots, plan.lengths - result.num_accepted)
-        else:
+        drafts = bool(plan.lengths.any())
+        if not flight.advanced:
             self._move(plan, emitted, result.num_drafted)
-        self._drafted[slots] += result.num_drafted
-        self._verified[slots] += result.num_verified
-        self._accepted[slots] += result.num_accepted
+        elif drafts:
+            self._take_back(slots, plan.lengths - result.num_accepted, result.short_of(plan.lengths))
+        if drafts:
+            self._drafted[slots] += result.num_drafted
+            self._verified[slots] += result.num_verified
+            self._accepted[slots] += result.num_accepted
+            self._judged[slots] += np.minimum(result.num_accepted + 1, result.num_verified)
         self._steps[slots] += samples
         self._lengths[slots, result.num_drafted] += samples
         for index, reason in result.failures.items():
@@ -241,20 +251,22 @@ class Scheduler:
         kept = num_tokens + np.minimum(num_drafted, emitted) - 1
         self._draft_computed[slots] = np.where(num_drafted > 0, kept, plan.draft_start + plan.draft_rows)
 
-    def _take_back(self, slots: IntArray, refused: IntArray) -> None:
+    def _take_back(self, slots: IntArray, refused: IntArray, short: NDArray[np.bool_]) -> None:
         """Where requests stand that drafts were counted on for. Draft pages may have been taken from some meanwhile."""
         self._num_tokens[slots] -= refused
         self._num_computed[slots] -= refused
         fewer = slots[refused > 0]
-        self._draft_computed[fewer] = np.minimum(self._draft_computed[fewer], self._num_tokens[fewer] - 1)
+        computed = self._num_tokens[fewer] - 1 - short[refused > 0]
+        self._draft_computed[fewer] = np.minimum(self._draft_computed[fewer], computed)
 
     def _settle(self, plan: StepPlan, result: StepResult) -> None:
         """Tell the plan in flight behind this one, if there is one, what this one's drafts came to."""
         self._unsettled[plan.slots] = False
-        for flight in self._flights:
-            refused = np.zeros_like(self._num_tokens)
+        for flight in self._flights if plan.lengths.any() else ():
+            refused, short = np.zeros_like(self._num_tokens), np.zeros_like(self._unsettled)
             refused[plan.slots] = plan.lengths - result.num_accepted
-            flight.settled = flight.plan.settle(refused[flight.plan.slots])
+            short[plan.slots] = result.short_of(plan.lengths)
+            flight.settled = flight.plan.settle(refused[flight.plan.slots], short[flight.plan.slots])
 
     def abandon(self, reason: FinishReason) -> list[Progress]:
         """End every open request, whatever state a failed step left it in."""
@@ -362,7 +374,7 @@ class Scheduler:
             accepted=int(self._accepted[slot]),
             steps=int(self._steps[slot]),
             cached=entry.stats.cached,
-            lengths=tuple(np.trim_zeros(self._lengths[slot], "b").tolist()),
+            lengths=_without_zeros(self._lengths[slot].tolist()),
         )
 
     # ── planning: running requests first ─────────────────────────────────────────────────────────────────────────────
@@ -392,13 +404,15 @@ class Scheduler:
         """Send a request back to the head of the queue, to compute its context again or find it in the prefix cache."""
         entry = self._entry(slot)
         entry.token_ids = self._tokens[slot, : self._num_tokens[slot]].copy()
-        entry.stats = self._stats(entry)
+        entry.stats, entry.judged = self._stats(entry), int(self._judged[slot])
         self._vacate(entry)
         self._waiting.appendleft(entry)
         self.num_preemptions += 1
 
     def _admit(self) -> None:
         """Move waiting requests into slots, oldest first, while rows, slots and pages last."""
+        if not (self._waiting and self._free_slots):
+            return
         slots = self._runnable()
         room = self.limits.max_batch_tokens - int((self._num_tokens[slots] - self._num_computed[slots]).sum())
         while self._waiting and self._free_slots and room > 0:
@@ -430,7 +444,7 @@ class Scheduler:
         if missing + self.num_running > pool.num_available - num_idle:
             return None
         pool.match(slot, found)
-        pool.reserve(np.array([slot]), np.array([num_tokens]))
+        pool.extend(slot, num_tokens)
         return len(found) * pool.page_size
 
     def _occupy(self, entry: _Entry, slot: int, num_computed: int) -> None:
@@ -438,7 +452,7 @@ class Scheduler:
         if self._caching:
             self.num_prefix_queries += num_tokens
             self.num_prefix_hits += num_computed
-        if not (entry.stats.steps or entry.stats.cached):
+        if num_computed and not (entry.stats.steps or entry.stats.cached):
             entry.stats = replace(entry.stats, cached=num_computed)
         entry.slot = slot
         self._at[slot] = entry
@@ -454,6 +468,7 @@ class Scheduler:
         )
         self._drafted[slot], self._verified[slot] = entry.stats.drafted, entry.stats.verified
         self._accepted[slot], self._steps[slot] = entry.stats.accepted, entry.stats.steps
+        self._judged[slot] = entry.judged
         self._lengths[slot] = 0
         self._lengths[slot, : len(entry.stats.lengths)] = entry.stats.lengths
         self._watched[slot] = entry.checker is not None or request.params.logprobs is not None
@@ -479,15 +494,21 @@ class Scheduler:
         decoding = pending == 1
         lengths = np.zeros(slots.size, dtype=np.int64)
         draft_rows = np.zeros(slots.size, dtype=np.int64)
+        stopping: Stopping | None = None
         if self._speculates and decoding.any():
             num_decoding = int(decoding.sum())
             num_prefill_rows = min(int(pending[~decoding].sum()), self.limits.max_batch_tokens - num_decoding)
             lengths[decoding], draft_rows[decoding] = self._plan_drafts(slots[decoding], num_prefill_rows)
+            if hasattr(self.policy, "stopping") and lengths.any():  # it Stops; isinstance would take 14 µs
+                stopping = self.policy.stopping()
+        if stopping is not None:
+            stopping = stopping.spread(decoding)
         num_rows = self._share_rows(pending, decoding, lengths)
         runs = num_rows > 0
         if not runs.all():
             slots, num_tokens, start, num_rows = slots[runs], num_tokens[runs], start[runs], num_rows[runs]
             lengths, draft_rows = lengths[runs], draft_rows[runs]
+            stopping = stopping.of(runs) if stopping is not None else None
         plan = StepPlan(
             admitted=tuple(self._admitted),
             released=tuple(self._released),
@@ -501,12 +522,15 @@ class Scheduler:
             unsettled=self._unsettled[slots],
             target_pages=self.target_pages.take_writes(),
             draft_pages=self.draft_pages.take_writes() if self.draft_pages is not None else NO_WRITES,
+            stopping=stopping,
         )
         self._admitted, self._released = [], set()
         return plan
 
     def _share_rows(self, pending: IntArray, decoding: NDArray[np.bool_], lengths: IntArray) -> IntArray:
         """Rows of each request: decoding ones their one, prefills what the budget leaves, oldest first."""
+        if decoding.all():
+            return pending
         room = self.limits.max_batch_tokens - int(decoding.sum() + lengths.sum())
         prefill = np.where(decoding, 0, pending)
         before = np.cumsum(prefill) - prefill
@@ -516,6 +540,8 @@ class Scheduler:
     def _plan_drafts(self, slots: IntArray, num_prefill_rows: int) -> tuple[IntArray, IntArray]:
         """Lengths for the decoding requests, and the rows the draft computes before it drafts."""
         lengths = self._ask_policy(slots, num_prefill_rows)
+        if not lengths.any():
+            return lengths, lengths
         lengths = self._fit_rows(lengths, slots.size, num_prefill_rows)
         lengths = self._fit_target_pages(slots, lengths)
         if self.draft_pages is None:
@@ -535,8 +561,12 @@ class Scheduler:
             limit=limit,
             drafted=self._drafted[slots],
             accepted=self._accepted[slots],
+            judged=self._judged[slots],
+            num_output=num_tokens - self._num_prompt[slots],
+            remaining=self._end[slots] - num_tokens,
             num_prefill_rows=num_prefill_rows,
             num_waiting=self.num_waiting,
+            cost=self.cost,
         )
         lengths = np.asarray(self.policy.lengths(view))
         whole = np.issubdtype(lengths.dtype, np.integer)
@@ -675,17 +705,17 @@ class Scheduler:
         if self._stop_array.size:
             hits = np.flatnonzero(np.isin(result.token_ids, self._stop_array))
             ends[np.searchsorted(cu_emitted, hits, side="right") - 1] = True
-        tokens, bounds, close = result.token_ids.tolist(), cu_emitted.tolist(), ends.tolist()
+        tokens, bounds = result.token_ids.tolist(), cu_emitted.tolist()
         progress = self._ended
-        for i, slot in enumerate(slots.tolist()):
+        rows = zip(slots.tolist(), bounds, bounds[1:], ends.tolist(), strict=False)
+        for i, (slot, first, last, may_end) in enumerate(rows):
             entry = self._at[slot]
-            new = tokens[bounds[i] : bounds[i + 1]]
-            if entry is None or not new:
+            if entry is None or first == last:
                 continue
-            if close[i]:
-                progress.append(self._examine(entry, new, result.logprobs.get(i)))
+            if may_end:
+                progress.append(self._examine(entry, tokens[first:last], result.logprobs.get(i)))
             else:
-                progress.append(Progress(entry.request.id, new, None, None))
+                progress.append(Progress(entry.request.id, tokens[first:last], None, None))
 
     def _examine(self, entry: _Entry, new: list[int], logprobs: list[TokenLogprobs] | None) -> Progress:
         """Cut a request's new tokens at its first stop, if any: the tokens behind it are as if never made."""
@@ -714,15 +744,30 @@ class Scheduler:
         """Pages for refused drafts. Those of a step in flight are in use."""
         slots = self._running
         for flight in self._flights:
-            slots = slots[~np.isin(slots, flight.plan.slots)]
+            slots = slots[~self._are(flight.plan.slots)[slots]]
+        if not slots.size:
+            return
         self.target_pages.truncate(slots, self._num_tokens[slots])
         if self.draft_pages is not None:
             self.draft_pages.truncate(slots, self._draft_computed[slots])
+
+    def _are(self, slots: Iterable[int] | IntArray) -> NDArray[np.bool_]:
+        """By slot, whether it is one of these."""
+        found = np.zeros(self.limits.max_running, dtype=np.bool_)
+        found[slots if isinstance(slots, np.ndarray) else list(slots)] = True
+        return found
 
     def _entry(self, slot: int) -> _Entry:
         entry = self._at[slot]
         assert entry is not None
         return entry
+
+
+def _without_zeros(counts: list[int]) -> tuple[int, ...]:
+    """Up to the last that is none."""
+    while counts and not counts[-1]:
+        counts.pop()
+    return tuple(counts)
 
 
 def _only(plan: StepPlan, result: StepResult, alive: NDArray[np.bool_]) -> tuple[StepPlan, StepResult]:
@@ -740,5 +785,6 @@ def _only(plan: StepPlan, result: StepResult, alive: NDArray[np.bool_]) -> tuple
             token_ids=result.token_ids[np.repeat(alive, emitted)],
             logprobs={int(number[i]): value for i, value in result.logprobs.items() if alive[i]},
             failures={int(number[i]): value for i, value in result.failures.items() if alive[i]},
+            confidence=None,
         ),
     )

@@ -59,16 +59,17 @@ class EngineStats:
     ) -> None:
         """Count a step. Emitted are the tokens handed out; accepted, for the draft's sake, also those behind a stop."""
         self.steps += 1
-        self.emitted += sum(len(item.token_ids) for item in progress)
-        self.drafted += int(result.num_drafted.sum())
-        self.verified += int(result.num_verified.sum())
-        self.accepted += int(result.num_accepted.sum())
+        self.emitted += sum([len(item.token_ids) for item in progress])
         self.context_rows += int(plan.num_rows.sum())
         self.plan_seconds += planned - started
         self.draft_seconds += result.seconds.draft
         self.verify_seconds += result.seconds.verify
         self.step_seconds += ended - started
         self.predicted_seconds += predicted or 0.0
+        if result.num_drafted.any():
+            self.drafted += int(result.num_drafted.sum())
+            self.verified += int(result.num_verified.sum())
+            self.accepted += int(result.num_accepted.sum())
         if result.num_verified.any():
             self.verified_per_position = _add_positions(self.verified_per_position, result.num_verified)
             self.accepted_per_position = _add_positions(self.accepted_per_position, result.num_accepted)
@@ -108,6 +109,7 @@ def _add_positions(totals: IntArray, counts: IntArray) -> IntArray:
 
 
 def _add(totals: IntArray, new: IntArray) -> IntArray:
-    size = max(totals.size, new.size)
-    summed: IntArray = np.pad(totals, (0, size - totals.size)) + np.pad(new, (0, size - new.size))
+    longer, shorter = (totals, new) if totals.size >= new.size else (new, totals)
+    summed = longer.copy()
+    summed[: shorter.size] += shorter
     return summed

@@ -13,13 +13,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from faser.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from faser.policy.stopping import Stopping
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -247,7 +251,7 @@ class Request:
     """One prompt on its way through the engine, checked and tokenised."""
 
     id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
     params: SamplingParams
     seed: int  # already drawn where the user gave none: the noise is a function of it
     stop_ids: frozenset[int] = frozenset()  # the end tokens in force, and the user's stop_token_ids
@@ -318,12 +322,16 @@ class StepPlan:
     unsettled: NDArray[np.bool_]
     target_pages: PageWrites
     draft_pages: PageWrites
+    stopping: Stopping | None = None  # drafts may end before `lengths`, by this rule
 
-    def settle(self, refused: IntArray) -> StepPlan:
-        """The plan as it stands when so many drafts [B] of the step before were refused."""
+    def settle(self, refused: IntArray, short: NDArray[np.bool_]) -> StepPlan:
+        """The plan as it stands when of the drafts [B] the step before was to make so many came to nothing.
+
+        `short`: it made fewer, and all were accepted, so that the draft has not computed the last of them.
+        """
         refused = np.where(self.unsettled, refused, 0)
         num_tokens = self.num_tokens - refused
-        draft_start = np.where(self.unsettled, np.minimum(self.draft_start, num_tokens - 1), self.draft_start)
+        draft_start = np.where(self.unsettled, np.minimum(self.draft_start, num_tokens - 1 - short), self.draft_start)
         redone = self.unsettled & (self.draft_rows > 0)  # the draft always catches up with these
         return replace(
             self,
@@ -334,7 +342,7 @@ class StepPlan:
             unsettled=np.zeros_like(self.unsettled),
         )
 
-    @property
+    @cached_property
     def samples(self) -> NDArray[np.bool_]:
         """Which requests emit tokens: those whose rows reach the end of their context."""
         reached: NDArray[np.bool_] = self.start + self.num_rows == self.num_tokens
@@ -365,3 +373,9 @@ class StepResult:
         default_factory=dict
     )  # by index in the plan: a request that cannot go on, and why
     seconds: StepSeconds = StepSeconds()
+    confidence: FloatArray | None = None  # [B, depth] the draft's own, of what it drafted, where it was looked at
+
+    def short_of(self, lengths: IntArray) -> NDArray[np.bool_]:
+        """[B] whose draft stopped before its length and was accepted as far as it went."""
+        short: NDArray[np.bool_] = (self.num_drafted < lengths) & (self.num_accepted == self.num_drafted)
+        return short

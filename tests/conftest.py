@@ -7,6 +7,14 @@ import torch
 torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    """What FASER keeps between runs stays out of the user's folders, and is the same for all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     """A small checkpoint with a tokenizer."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from faser.pages import PagePool
 from faser.policy import BatchView, Policy
+from faser.policy.stopping import Stopping
 from faser.scheduler import Limits, Scheduler
 from faser.types import IntArray, PageWrites, Progress, Request, SamplingParams, StepPlan, StepResult
 
@@ -86,21 +87,25 @@ class OracleExecutor:
         self.random = np.random.default_rng(seed)
         self.num_draft_rows = 0
         self.refused = np.zeros(limits.max_running, dtype=np.int64)  # drafts of the slot's latest step
+        self.short = np.zeros(limits.max_running, dtype=np.bool_)
+        self.stops = False  # whether drafts end where they like
 
     def execute(self, plan: StepPlan) -> StepResult:
         for new in plan.admitted:
             self.history[new.slot, : new.token_ids.size] = new.token_ids
             self.seeds[new.slot] = new.seed
-        plan = plan.settle(self.refused[plan.slots])
+        plan = plan.settle(self.refused[plan.slots], self.short[plan.slots])
         self.target.apply(plan.target_pages)
         assert plan.num_rows.min() > 0
         assert not (plan.lengths[~plan.samples]).any()
         num_drafted = np.array([self._draft(plan, i) for i in range(plan.slots.size)])
         emitted = [self._verify(plan, i, int(num_drafted[i])) for i in range(plan.slots.size)]
         accepted = np.array([max(0, len(tokens) - 1) for tokens in emitted])
-        self.refused[plan.slots] = num_drafted - accepted
         flat = np.array([token for tokens in emitted for token in tokens], dtype=np.int64)
-        return StepResult(num_drafted, num_drafted, accepted, flat)
+        result = StepResult(num_drafted, num_drafted, accepted, flat)
+        self.refused[plan.slots] = plan.lengths - accepted
+        self.short[plan.slots] = result.short_of(plan.lengths)
+        return result
 
     def _draft(self, plan: StepPlan, i: int) -> int:
         slot, num_tokens, length = int(plan.slots[i]), int(plan.num_tokens[i]), int(plan.lengths[i])
@@ -112,6 +117,8 @@ class OracleExecutor:
             if rows:
                 self.draft.compute(slot, self.history[slot], int(plan.draft_start[i]), rows)
             assert not length or plan.draft_start[i] + rows == num_tokens, "drafts before it has caught up"
+        if self.stops and length:
+            length = int(self.random.integers(1, length + 1))
         for position in range(num_tokens, num_tokens + length):
             right = next_token(hash_of(self.history[slot, :position]), int(self.seeds[slot]))
             wrong = (right + 1) % VOCABULARY
@@ -151,6 +158,24 @@ class RandomLengths:
 
     def lengths(self, view: BatchView) -> IntArray:
         return self.random.integers(0, self.most + 1, size=view.num_requests)
+
+
+class RandomStops(RandomLengths):
+    """Likewise, with drafts that end anywhere."""
+
+    name = "random stops"
+
+    def __init__(self, most: int = 6, seed: int = 0) -> None:
+        super().__init__(most, seed)
+        self.size = 0
+
+    def lengths(self, view: BatchView) -> IntArray:
+        self.size = view.num_requests
+        return super().lengths(view)
+
+    def stopping(self) -> Stopping:
+        rates = self.random.random((self.size, self.most + 1))
+        return Stopping(rates, self.random.random(self.most + 1), 0.7, (1.0, 1.0))
 
 
 def make_request(name: str, prompt: Sequence[int], max_tokens: int = 8, **params: object) -> Request:

@@ -2,7 +2,7 @@ import numpy as np
 
 from faser.cost import StepCost
 from faser.pages import NO_WRITES
-from faser.types import StepPlan
+from faser.types import StepPlan, StepSeconds
 
 
 def plan(num_rows: list[int], lengths: list[int], num_tokens: int = 100) -> StepPlan:
@@ -33,7 +33,7 @@ def test_predictions_become_right_on_steps_of_kinds_seen_before():
         measured = seconds(p) * random.normal(1, 0.05)
         if predicted is not None:
             errors.append(abs(predicted - measured) / measured)
-        cost.learn(p, measured)
+        cost.learn(p, StepSeconds(), measured)
     assert np.median(errors[100:]) < 0.1
 
 
@@ -41,5 +41,5 @@ def test_predictions_follow_a_machine_that_becomes_slower():
     cost, p = StepCost(), plan([1, 1], [2, 1])
     for factor in (1, 3):
         for _ in range(300):
-            cost.learn(p, factor * seconds(p))
+            cost.learn(p, StepSeconds(), factor * seconds(p))
         assert abs(cost.predict(p) / (factor * seconds(p)) - 1) < 0.1

@@ -211,16 +211,17 @@ def workloads(draw):
 @settings(max_examples=150, deadline=None)
 @given(
     workload=workloads(), num_pages=st.integers(9, 40), num_draft_pages=st.integers(4, 30), seed=st.integers(0, 99),
-    caching=st.booleans(), max_batch_tokens=st.integers(4, 14),
+    caching=st.booleans(), max_batch_tokens=st.integers(4, 14), stops=st.booleans(),
 )  # fmt: skip
 def test_any_workload_gets_its_tokens_and_loses_no_page(
-    kind, workload, num_pages, num_draft_pages, seed, caching, max_batch_tokens
+    kind, workload, num_pages, num_draft_pages, seed, caching, max_batch_tokens, stops
 ):
     policy = {"off": Fixed(0), "sometimes": Sometimes(seed), "random": RandomLengths(3), "fixed": Fixed(3)}[kind]
     engine, world, _ = make_engine(
         policy, num_pages=num_pages, num_draft_pages=num_draft_pages, max_running=4,
         max_batch_tokens=max_batch_tokens, max_model_len=MAX_LEN, caching=caching,
     )  # fmt: skip
+    world.executor.stops = stops
     expected, texts = {}, []
     step = 0
     while workload or engine.has_work:

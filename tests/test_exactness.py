@@ -17,7 +17,7 @@ from faser.models.transformer import Transformer
 from faser.policy import Fixed
 from faser.runtime.build import Draft, build_engine
 from faser.types import FinishReason, Request, SamplingParams, Stats
-from tests.oracle import RandomLengths
+from tests.oracle import RandomLengths, RandomStops
 from tests.tiny import CONFIGS, VOCABULARY, make_draft, make_model
 
 PARAMS = {
@@ -129,6 +129,7 @@ POLICIES = {
     "fixed:4": lambda: Fixed(4),
     "fixed:9": lambda: Fixed(9),
     "random": RandomLengths,
+    "stops anywhere": RandomStops,
 }
 
 

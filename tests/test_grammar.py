@@ -23,7 +23,7 @@ from faser.policy import Fixed
 from faser.runtime.build import build_engine
 from faser.text import Tokenizer
 from faser.types import FinishReason, Grammar, Request, SamplingParams
-from tests.oracle import RandomLengths
+from tests.oracle import RandomLengths, RandomStops
 from tests.test_exactness import Outcome, assert_equal, serve
 from tests.tiny import CONFIGS, make_draft
 
@@ -235,7 +235,7 @@ def test_a_tokenizer_that_drops_the_first_space_breaks_no_grammar(text):
 
 # --- the output does not depend on speculation -----------------------------------------------------------------------
 
-POLICIES = {"fixed:1": lambda: Fixed(1), "fixed:4": lambda: Fixed(4), "random": lambda: RandomLengths(most=6, seed=1)}
+POLICIES = {"fixed:1": lambda: Fixed(1), "fixed:4": lambda: Fixed(4), "random": lambda: RandomStops(most=6, seed=1)}
 
 
 def make_any_draft(kind: str, target: Transformer):

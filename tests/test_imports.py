@@ -8,8 +8,9 @@ import pytest
 FREE = [
     "faser", "faser.types", "faser.errors", "faser.pages", "faser.scheduler", "faser.engine", "faser.stats",
     "faser.policy", "faser.config", "faser.cli", "faser.text", "faser.ngram", "faser.progress", "faser.models.config",
-    "faser.chat", "faser.stream", "faser.arguments", "faser.terminal",
+    "faser.chat", "faser.stream", "faser.arguments", "faser.terminal", "faser.profile", "faser.profile_command",
     "faser.grammar", "faser.bench.command", "faser.bench.remote", "faser.bench.systems", "faser.bench.report",
+    "faser.sim.command",
 ]  # fmt: skip
 
 BLOCK = """
@@ -46,6 +47,8 @@ def test_the_wall_works():
         (["serve"], "--port"),
         (["completion"], "zsh"),
         (["bench"], "--policies"),
+        (["profile"], "--budget"),
+        (["simulate"], "--replicas"),
     ],
 )
 def test_help_needs_no_library_at_all(command, says):

@@ -51,7 +51,7 @@ from faser.bench.workload import (
     own_rate,
     save_workload,
 )
-from faser.config import DEFAULT_LENGTH, EngineOptions
+from faser.config import DEFAULT_POLICY, EngineOptions
 from faser.errors import ConfigError
 from faser.policy import MAX_LENGTH, make_policy
 from faser.progress import progress_bar
@@ -138,7 +138,7 @@ def _traffic(args: argparse.Namespace) -> WorkloadOptions:
     return WorkloadOptions(
         trace=args.trace,
         arrivals=args.arrivals,
-        timing=Timing(args.start, args.duration, args.span, args.scale),
+        timing=Timing(args.start, args.duration, args.span, args.scale, repeats=args.repeats_trace),
         requests=args.requests,
         prompt_len=_lengths("--prompt-len", args.prompt_len),
         output_len=_lengths("--output-len", args.output_len),
@@ -198,10 +198,16 @@ def _numbers(option: str, text: str | None) -> list[float]:
 
 def _policies(args: argparse.Namespace) -> tuple[str, ...]:
     has_draft = args.draft is not None or args.model is None
-    text = args.policies or (f"off,fixed:{DEFAULT_LENGTH}" if has_draft else "off")
-    names = [name for part in text.split(",") for name in _expanded(part.strip())]
+    text = args.policies or (f"off,{DEFAULT_POLICY}" if has_draft else "off")
+    names = expand_policies(text)
     for name in names:
         EngineOptions(policy=name).make_policy(has_draft)
+    return names
+
+
+def expand_policies(text: str) -> tuple[str, ...]:
+    """The policies of a list, each once, by their own names."""
+    names = [name for part in text.split(",") for name in _expanded(part.strip())]
     return tuple(dict.fromkeys(make_policy(name).name for name in names))
 
 
@@ -250,6 +256,7 @@ class Session:
     systems: Sequence[System]
     played: Sequence[tuple[Load, Workload]]
     interrupts: Interrupts
+    keeps_records: bool = True  # else only those of lost requests, once the figures are made
     runs: list[RunDocument] = field(default_factory=list)
 
     def play(self) -> None:
@@ -271,7 +278,10 @@ class Session:
         system.warm_up(workload, self.asked.warmup, self.interrupts)
         if not self.interrupts():
             run = system.play(workload, self.interrupts, update)
-            self.runs.append(run_document(run, policy=system.policy, load=load, repeat=repeat, slo=self.asked.slo))
+            made = run_document(run, policy=system.policy, load=load, repeat=repeat, slo=self.asked.slo)
+            if not self.keeps_records:
+                made = replace(made, records=tuple(record for record in made.records if record.error is not None))
+            self.runs.append(made)
 
 
 def _move(move: Callable[[int, int], None], before: int, total: int, ended: int) -> None:
@@ -281,18 +291,31 @@ def _move(move: Callable[[int, int], None], before: int, total: int, ended: int)
 def bench(args: argparse.Namespace) -> int:
     """The exit status: 130 after an interrupt, 1 where a system answered nothing at all."""
     asked = Asked.of(args)
-    write_report = _prepare_results(args)
+    write_report = prepare_results(args)
     systems, vocabulary, about = _systems(args, asked)
-    session = Session(asked, systems, _workloads(asked, vocabulary), Interrupts())
-    loads = [load for load, _ in session.played]
-    given = [run for other in asked.against for run in _read(other, loads, asked.slo)]
+    session = Session(asked, systems, make_workloads(asked, vocabulary), Interrupts())
     if args.save_workload is not None:
         _save_all(session.played, Path(args.save_workload).expanduser())
+    return play_and_tell(args, session, about, write_report)
+
+
+def play_and_tell(
+    args: argparse.Namespace,
+    session: Session,
+    about: Mapping[str, Any],
+    write_report: ReportWriter | None,
+    remark: Callable[[Document], str] | None = None,
+) -> int:
+    """Play a session and put out what came of it, with a `remark` under the table. Returns the exit status."""
+    asked, loads = session.asked, [load for load, _ in session.played]
+    given = [run for other in asked.against for run in _read(other, loads, asked.slo)]
 
     def finish() -> None:
         document = _document(args, session, about, given)
         _write(args, document, write_report)
         print(render(document, _reference(asked, document)), end="\n\n")
+        if remark is not None:
+            print(remark(document), end="\n\n")
         print(json.dumps(document.without_details().to_dict()))
         _tell_lost(document)
 
@@ -340,11 +363,17 @@ def _systems(args: argparse.Namespace, asked: Asked) -> tuple[list[System], Voca
         if asked.workload is None:
             vocabulary = load_vocabulary(args.model, remote.max_model_len, chat)
         return [RemoteSystem(remote, remote.name), *further], vocabulary, about
-    fields = {**arguments.engine_fields(args), "policy": asked.policies[0], "acceptance": args.acceptance}
+    # An engine knows what forwards cost only if the policy it is built with goes by it; others may follow that do.
+    policy = next((name for name in asked.policies if _needs_cost(name)), asked.policies[0])
+    fields = {**arguments.engine_fields(args), "policy": policy, "acceptance": args.acceptance}
     options = EngineOptions(**fields)
     loaded = load_engine(args.model, args.draft, options, chat)
     own: list[System] = [PolicySystem(loaded.engine, name, args.temperature) for name in asked.policies]
     return [*own, *further], loaded.vocabulary, loaded.about
+
+
+def _needs_cost(policy: str) -> bool:
+    return bool(getattr(make_policy(policy), "needs_cost", False))
 
 
 def _remote(args: argparse.Namespace, url: str) -> Remote:
@@ -354,7 +383,7 @@ def _remote(args: argparse.Namespace, url: str) -> Remote:
     return remote
 
 
-def _workloads(asked: Asked, vocabulary: Vocabulary | None) -> list[tuple[Load, Workload]]:
+def make_workloads(asked: Asked, vocabulary: Vocabulary | None) -> list[tuple[Load, Workload]]:
     """One for each load; a load that names no rate is given the workload's."""
     if asked.workload is not None:
         if vocabulary is not None:
@@ -384,7 +413,7 @@ def _save_all(played: Sequence[tuple[Load, Workload]], path: Path) -> None:
 # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _prepare_results(args: argparse.Namespace) -> ReportWriter | None:
+def prepare_results(args: argparse.Namespace) -> ReportWriter | None:
     """Folders made, and what draws the report imported, before minutes are spent on measuring."""
     folders = [Path(file).expanduser().parent for file in (args.out, args.save_workload) if file is not None]
     folders += [] if args.report is None else [Path(args.report).expanduser()]
@@ -428,5 +457,5 @@ def _tell_lost(document: Document) -> None:
     for run in document.runs:
         errors = [record.error for record in run.records if record.error is not None]
         if errors:
-            lost = f"{len(errors)} of {len(run.records)} requests lost"
+            lost = f"{len(errors)} of {run.summary['requests']:.0f} requests lost"
             print(f"faser: {run.system}: {lost}: {errors[0]}", file=sys.stderr)

@@ -7,16 +7,17 @@ minutes in no time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
 from faser.bench.records import Item, Moment, Record, Run, Workload
 from faser.engine import Engine
 from faser.errors import InvalidRequest
-from faser.policy import make_policy
+from faser.policy import Policy, make_policy
 from faser.stats import EngineStats
 from faser.types import Finish, FinishReason, IntArray, Progress, Request, SamplingParams
 
@@ -56,7 +57,10 @@ def warm_ups_of(workload: Workload, size: int) -> tuple[Workload, Workload]:
 
 def set_policy(engine: Engine, text: str) -> None:
     """For the next run; the engine must be empty. A GPU captures the graphs of its lengths first."""
-    policy = make_policy(text)
+    take_policy(engine, make_policy(text))
+
+
+def take_policy(engine: Engine, policy: Policy) -> None:
     engine.scheduler.policy = policy
     prepare = getattr(engine.executor, "prepare", None)
     if prepare is not None:
@@ -77,7 +81,7 @@ def play(
     return _Play(engine, workload, temperature, clock).run(system, stopped, update)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Open:
     """A request that is in the engine."""
 
@@ -88,10 +92,7 @@ class _Open:
     num_tokens: int = 0
 
     def record(self, end: float | None = None, error: str | None = None, finish: Finish | None = None) -> Record:
-        known = {}
-        if finish is not None:
-            stats = finish.stats
-            known = {name: getattr(stats, name) for name in ("drafted", "verified", "accepted", "steps", "lengths")}
+        stats = None if finish is None else finish.stats
         return Record(
             index=self.index,
             category=self.item.category,
@@ -99,21 +100,86 @@ class _Open:
             arrival=self.arrival,
             first=self.first,
             end=end if error is None else None,
-            num_tokens=self.num_tokens,
+            num_tokens=self.num_tokens if stats is None else stats.accepted + stats.steps,
             error=error,
-            **known,
+            drafted=None if stats is None else stats.drafted,
+            verified=None if stats is None else stats.verified,
+            accepted=None if stats is None else stats.accepted,
+            steps=None if stats is None else stats.steps,
+            lengths=() if stats is None else stats.lengths,
         )
+
+
+@lru_cache(maxsize=4096)  # many requests have the same
+def _params(max_tokens: int, temperature: float) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True)
+
+
+class Ledger:
+    """The requests of a run: those that are open, and what became of the others."""
+
+    def __init__(self, temperature: float = 0.0) -> None:
+        self._temperature = temperature
+        self._open: dict[str, _Open] = {}
+        self._records: list[Record] = []
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    @property
+    def num_ended(self) -> int:
+        """Lost ones included."""
+        return len(self._records)
+
+    def send(self, engine: Engine, index: int, item: Item, arrival: float) -> bool:
+        """Whether the engine took it; if not it is lost."""
+        opened = _Open(index, item, arrival)
+        try:
+            params = _params(item.max_tokens, self._temperature)
+            engine.add(Request(id=str(index), prompt_token_ids=item.prompt_token_ids, params=params, seed=index))
+        except InvalidRequest as error:
+            self._records.append(opened.record(error=str(error)))
+            return False
+        self._open[str(index)] = opened
+        return True
+
+    def receive(self, progress: Iterable[Progress], now: float) -> int:
+        """Take in what a step brought; returns how many requests ended with it."""
+        before = len(self._records)
+        for request_id, token_ids, _, finish in progress:
+            opened = self._open.get(request_id)
+            if opened is None:  # tokens of requests that are not told of one by one
+                continue
+            opened.num_tokens += len(token_ids)
+            if opened.first is None and token_ids:
+                opened.first = now
+            if finish is not None:
+                self._end(request_id, finish, now)
+        return len(self._records) - before
+
+    def _end(self, request_id: str, finish: Finish, now: float) -> None:
+        failed = finish.reason in (FinishReason.FAILED, FinishReason.CANCELLED)
+        error = (finish.error or finish.reason.value) if failed else None
+        self._records.append(self._open.pop(request_id).record(now, error, finish))
+
+    def lose_all(self, error: str) -> None:
+        self._records += [opened.record(error=error) for opened in self._open.values()]
+        self._open.clear()
+
+    def records(self) -> tuple[Record, ...]:
+        """By index; of requests that are still open, what is known."""
+        still = [opened.record() for opened in self._open.values()]
+        return tuple(sorted(self._records + still, key=lambda record: record.index))
 
 
 class _Play:
     def __init__(self, engine: Engine, workload: Workload, temperature: float, clock: Clock) -> None:
         self._engine = engine
         self._workload = workload
-        self._temperature = temperature
         self._clock = clock
         self._next = 0  # of the workload's items
-        self._open: dict[str, _Open] = {}
-        self._records: list[Record] = []
+        self._ledger = Ledger(temperature)
         self._before = copy(engine.stats)
         last = workload.items[-1].arrival if workload.items else 0.0
         is_closed = workload.concurrency is not None
@@ -122,7 +188,7 @@ class _Play:
 
     def run(self, system: str, stopped: Callable[[], bool], update: Update) -> Run:
         idle = 0.0
-        while self._next < len(self._workload.items) or self._open:
+        while self._next < len(self._workload.items) or self._ledger.num_open:
             if stopped():
                 return self._result(system, idle, partial=True)
             self._send_due()
@@ -131,7 +197,7 @@ class _Play:
             else:
                 idle += self._wait()
             self._timeline.reach(self._now())
-            update(len(self._records))
+            update(self._ledger.num_ended)
         return self._result(system, idle, partial=False)
 
     def _now(self) -> float:
@@ -141,7 +207,9 @@ class _Play:
         if self._next == len(self._workload.items):
             return False
         most = self._workload.concurrency
-        return len(self._open) < most if most is not None else self._workload.items[self._next].arrival <= self._now()
+        if most is not None:
+            return self._ledger.num_open < most
+        return self._workload.items[self._next].arrival <= self._now()
 
     def _send_due(self) -> None:
         while self._is_due():
@@ -151,40 +219,17 @@ class _Play:
 
     def _send(self, index: int, item: Item) -> None:
         arrival = self._now() if self._workload.concurrency is not None else item.arrival
-        opened = _Open(index, item, arrival)
-        try:
-            params = SamplingParams(max_tokens=item.max_tokens, temperature=self._temperature, ignore_eos=True)
-            self._engine.add(Request(id=str(index), prompt_token_ids=item.prompt_token_ids, params=params, seed=index))
-            self._open[str(index)] = opened
-        except InvalidRequest as error:
-            self._records.append(opened.record(error=str(error)))
+        self._ledger.send(self._engine, index, item, arrival)
 
     def _step(self) -> None:
         try:
             progress = self._engine.step()
         except Exception as error:
             self._engine.abandon()
-            self._lose_all(f"a step failed ({type(error).__name__}: {error})")
+            self._ledger.lose_all(f"a step failed ({type(error).__name__}: {error})")
             return
-        now = self._now()
         self._timeline.stepped()
-        for item in progress:
-            self._receive(item, now)
-
-    def _receive(self, item: Progress, now: float) -> None:
-        opened = self._open[item.request_id]
-        opened.num_tokens += len(item.token_ids)
-        if opened.first is None and item.token_ids:
-            opened.first = now
-        if item.finish is not None:
-            del self._open[item.request_id]
-            failed = item.finish.reason in (FinishReason.FAILED, FinishReason.CANCELLED)
-            error = (item.finish.error or item.finish.reason.value) if failed else None
-            self._records.append(opened.record(now, error, item.finish))
-
-    def _lose_all(self, error: str) -> None:
-        self._records += [opened.record(error=error) for opened in self._open.values()]
-        self._open.clear()
+        self._ledger.receive(progress, self._now())
 
     def _wait(self) -> float:
         """Until the next request is due, or a part of that; returns the seconds waited."""
@@ -195,18 +240,17 @@ class _Play:
 
     def _result(self, system: str, idle: float, partial: bool) -> Run:
         wall = self._now()
+        records = self._ledger.records()
         if partial:
-            self._records += [opened.record() for opened in self._open.values()]
             self._engine.abandon(FinishReason.CANCELLED)
         before, after = self._before, self._engine.stats
-        records = tuple(sorted(self._records, key=lambda record: record.index))
         return Run(
             system=system,
             records=records,
             seconds=seconds_of(records, wall),
             phases=_phases(before, after, wall, idle),
-            verified_per_position=_gained(before.verified_per_position, after.verified_per_position),
-            accepted_per_position=_gained(before.accepted_per_position, after.accepted_per_position),
+            verified_per_position=gained(before.verified_per_position, after.verified_per_position),
+            accepted_per_position=gained(before.accepted_per_position, after.accepted_per_position),
             context_rows=after.context_rows - before.context_rows,
             moments=self._timeline.moments(wall),
             partial=partial,
@@ -227,9 +271,11 @@ def _phases(before: EngineStats, after: EngineStats, wall: float, idle: float) -
     return {"draft": draft, "verify": verify, "exit check": 0.0, "host": host, "idle": idle}
 
 
-def _gained(before: IntArray, after: IntArray) -> tuple[int, ...]:
+def gained(before: IntArray, after: IntArray) -> tuple[int, ...]:
     """Counts of this run; positions nobody reached are left out."""
-    return tuple(np.trim_zeros(after - np.pad(before, (0, after.size - before.size)), "b").tolist())
+    counts = after.copy()
+    counts[: before.size] -= before
+    return tuple(counts[: np.flatnonzero(counts)[-1] + 1].tolist()) if counts.any() else ()
 
 
 class _Timeline:
@@ -267,7 +313,7 @@ class _Timeline:
 
     def _moment(self, now: float) -> Moment:
         before, after, scheduler = self._before, self._engine.stats, self._engine.scheduler
-        lengths = _gained(before.lengths, after.lengths)
+        lengths = gained(before.lengths, after.lengths)
         return Moment(
             time=now,
             running=scheduler.num_running,

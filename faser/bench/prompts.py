@@ -1,4 +1,4 @@
-"""Prompts of a wanted length: real text by category, cut or padded, or random tokens.
+"""Prompts of a wanted length: real text by category, cut or padded, random tokens, or nothing but the length.
 
 Knows the shipped texts, text files and how a chat template encloses a message. A tokenizer is given as functions.
 """
@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 import lzma
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import numpy as np
 
 from faser.bench.traces import DATA, open_text
 from faser.errors import ConfigError, InvalidRequest
+from faser.types import IntArray
 
 SHIPPED = {name: DATA / f"{name}.jsonl.xz" for name in ("specbench", "mtbench", "gsm8k")}
 RANDOM = "random"
@@ -26,7 +28,7 @@ Encode = Callable[[str], list[int]]
 
 
 class Prompts(Protocol):
-    def take(self, length: int) -> tuple[str, tuple[int, ...]]:
+    def take(self, length: int) -> tuple[str, Sequence[int]]:
         """The next prompt, of that many tokens, and its category."""
         ...
 
@@ -42,29 +44,78 @@ class RandomPrompts:
         return RANDOM, tuple(self.random.integers(0, self.vocab_size, size=length).tolist())
 
 
+class _Turns:
+    """Categories in turn, in an order drawn anew each round; texts likewise within their category."""
+
+    def __init__(self, texts: Mapping[str, Sequence[str]], random: np.random.Generator) -> None:
+        self._random = random
+        names = list(texts)
+        self._categories = (names[i] for i in self._rounds(len(names)))
+        self._orders = {name: self._rounds(len(some)) for name, some in texts.items()}
+
+    def _rounds(self, size: int) -> Iterator[int]:
+        while True:
+            yield from self._random.permutation(size).tolist()
+
+    def take(self) -> tuple[str, int]:
+        """The next category, and the index of a text in it."""
+        category = next(self._categories)
+        return category, next(self._orders[category])
+
+
+class Blank(Sequence[int]):
+    """A prompt of which only the length matters: all zeros, which take no memory, as an array neither."""
+
+    __slots__ = ("_size",)
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        chosen = range(self._size)[index]
+        return 0 if isinstance(chosen, int) else Blank(len(chosen))
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> IntArray:
+        return np.broadcast_to(np.int64(0), self._size)
+
+
+_blank = lru_cache(maxsize=None)(Blank)  # one for each length, however many requests have it
+
+
+class BlankPrompts:
+    """Where nobody reads them. The categories come as they would with the texts, under the same seed."""
+
+    def __init__(self, texts: Mapping[str, Sequence[str]], random: np.random.Generator) -> None:
+        self._turns = _Turns(texts, random)
+
+    def take(self, length: int) -> tuple[str, Sequence[int]]:
+        return self._turns.take()[0], _blank(length)
+
+
 @dataclass
 class TextPrompts:
-    """Categories in turn, in an order drawn anew each round; texts likewise within their category."""
+    """Texts of the categories in turn."""
 
     texts: dict[str, list[str]]
     encode: Encode
     around: tuple[list[int], list[int]]  # what the chat template puts before and after a message
     random: np.random.Generator
     _tokens: dict[str, list[int]] = field(default_factory=dict)
-    _orders: dict[str, Iterator[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        names = list(self.texts)
-        self._categories = (names[i] for i in self._rounds(len(names)))
-        self._orders = {name: self._rounds(len(texts)) for name, texts in self.texts.items()}
-
-    def _rounds(self, size: int) -> Iterator[int]:
-        while True:
-            yield from self.random.permutation(size).tolist()
+        self._turns = _Turns(self.texts, self.random)
 
     def take(self, length: int) -> tuple[str, tuple[int, ...]]:
-        category = next(self._categories)
-        chosen = next(self._orders[category])
+        category, chosen = self._turns.take()
         head, tail = self.around
         room = length - len(head) - len(tail)
         if room < 1:  # too short for the template

@@ -5,7 +5,7 @@ Seconds are counted from the start of a run. Tokens are counted as tokens, never
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ class Item:
     """One request of a workload."""
 
     arrival: float
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
     max_tokens: int
     category: str = ""
 

@@ -22,6 +22,7 @@ from faser.bench.workload import Vocabulary
 from faser.config import EngineOptions
 from faser.engine import Engine
 from faser.errors import EngineError
+from faser.machine import processor_name
 
 Stopped = Callable[[], bool]
 
@@ -149,13 +150,4 @@ def describe_machine(packages: Sequence[str] = ("faser", "torch")) -> dict[str, 
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return {"machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()}", "versions": versions}
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.machine()
+    return {"machine": f"{processor_name()}, {os.cpu_count()} cores, {platform.system()}", "versions": versions}

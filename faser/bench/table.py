@@ -58,7 +58,11 @@ def _repeats(document: Document) -> int:
 def _title(rate: float | None, concurrency: int | None) -> str:
     if concurrency is not None:
         return f"{concurrency} at a time"
-    return "one load" if rate is None else f"{rate:.3g} requests/s"
+    return "one load" if rate is None else f"{shown_rate(rate)} requests/s"
+
+
+def shown_rate(rate: float) -> str:
+    return f"{rate:.3g}" if rate < 1000 else f"{rate:,.0f}"
 
 
 def _table(groups: Sequence[GroupDocument], reference: str | None, title: str) -> str:

@@ -140,6 +140,7 @@ class Timing:
     span: float | None = None  # what that duration becomes
     scale: float | None = None  # times the rate
     rate: float | None = None  # or the mean rate itself
+    repeats: bool = False  # within a span, a rate above the trace's is met by taking requests several times
 
 
 def retime(rows: Sequence[Row], timing: Timing, random: np.random.Generator) -> list[Row]:
@@ -159,12 +160,26 @@ def retime(rows: Sequence[Row], timing: Timing, random: np.random.Generator) -> 
     if timing.span is None:
         return _stretched(kept, natural / wanted)
     count = max(1, round(wanted * duration))
+    if count > len(kept) and timing.repeats:
+        return _repeated(kept, count, duration, random)
     if count > len(kept):
         raise ConfigError(
             f"{wanted:g} requests/s for {duration:g} s are {count} requests; that part of the trace has {len(kept)}: "
             "take a longer --duration, or leave out --span"
         )
     return [kept[i] for i in sorted(random.permutation(len(kept))[:count])]
+
+
+def _repeated(rows: Sequence[Row], count: int, duration: float, random: np.random.Generator) -> list[Row]:
+    """Every request about as often. Each time it comes between its own arrival and the next one's, so that the copies
+    rise and fall as the trace does."""
+    whole, rest = divmod(count, len(rows))
+    chosen = np.concatenate([np.repeat(np.arange(len(rows)), whole), random.permutation(len(rows))[:rest]])
+    edges = np.array([*(row.arrival for row in rows), duration])
+    arrivals = edges[chosen] + random.random(count) * np.diff(edges)[chosen]
+    order = np.argsort(arrivals, kind="stable")
+    again = zip(arrivals[order].tolist(), chosen[order].tolist(), strict=True)
+    return [Row(arrival, rows[i].num_prompt, rows[i].num_output) for arrival, i in again]
 
 
 def _stretched(rows: Sequence[Row], factor: float) -> list[Row]:

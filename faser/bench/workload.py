@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from faser.bench.arrivals import parse_arrivals
-from faser.bench.prompts import RANDOM, Prompts, RandomPrompts, TextPrompts, read_texts
+from faser.bench.prompts import RANDOM, BlankPrompts, Prompts, RandomPrompts, TextPrompts, read_texts
 from faser.bench.records import Item, Workload
 from faser.bench.traces import Row, Timing, read_trace, retime
 from faser.errors import ConfigError
@@ -37,6 +37,7 @@ class Vocabulary:
     max_model_len: int | None  # None where it is not known
     encode: Callable[[str], list[int]] | None  # None without a tokenizer: only random tokens can be had
     around: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))  # of a chat message
+    is_blank: bool = False  # nobody reads prompts: of the right length and category, they hold nothing
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,9 @@ def _fit(rows: Sequence[Row], options: WorkloadOptions, max_model_len: int | Non
 
 def _prompts(options: WorkloadOptions, vocabulary: Vocabulary) -> Prompts:
     random = _generator(options, 2)
+    if vocabulary.is_blank:
+        texts = {RANDOM: [""]} if options.prompts == RANDOM else read_texts(options.prompts)
+        return BlankPrompts(texts, random)
     if options.prompts == RANDOM:
         return RandomPrompts(vocabulary.vocab_size, random)
     texts = read_texts(options.prompts)
@@ -166,7 +170,8 @@ def _prompts(options: WorkloadOptions, vocabulary: Vocabulary) -> Prompts:
 
 def _describe(options: WorkloadOptions) -> dict[str, Any]:
     given = asdict(options)
-    given["timing"] = {name: value for name, value in given["timing"].items() if value is not None}
+    timing = given["timing"].items()
+    given["timing"] = {name: value for name, value in timing if value is not None and value is not False}
     if options.trace is None:
         given["arrivals"] = options.arrivals or DEFAULT_ARRIVALS
     else:

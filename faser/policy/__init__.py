@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from faser.errors import ConfigError
-from faser.policy.base import BatchView, Policy
+from faser.policy.adaptive import Adaptive
+from faser.policy.adaspec import AdaSpec
+from faser.policy.bandit import Nightjar
+from faser.policy.base import MAX_LENGTH, BatchView, Policy
+from faser.policy.ema import Ema
 from faser.policy.fixed import Fixed
+from faser.policy.goodput import Goodput
+from faser.policy.gp import FaserGP
+from faser.policy.table import Table
+from faser.policy.tetris import Tetris
 
-__all__ = ["MAX_LENGTH", "BatchView", "Fixed", "Policy", "make_policy"]
+__all__ = ["MAX_LENGTH", "POLICIES", "BatchView", "Fixed", "Policy", "make_policy"]
 
-MAX_LENGTH = 32  # no policy drafts more in one step
+POLICIES: Mapping[str, Callable[[], Policy]] = {
+    "off": lambda: Fixed(0),
+    "faser": Adaptive,
+    "table": Table,
+    "goodput": Goodput,
+    "ema": Ema,
+    "adaspec": AdaSpec,
+    "tetris": Tetris,
+    "nightjar": Nightjar,
+    "faser-gp": FaserGP,
+}
 
 
 def make_policy(text: str) -> Policy:
-    """`off`, or `fixed:K` with K from 0 to MAX_LENGTH."""
-    kind, _, argument = text.partition(":")
-    if text == "off":
-        return Fixed(0)
+    """A fresh policy: one of POLICIES, `fixed:K` with K from 0 to MAX_LENGTH, or `table:SIZE=LENGTH/…`."""
+    kind, colon, argument = text.partition(":")
+    if text in POLICIES:
+        return POLICIES[text]()
     if kind == "fixed" and argument.isascii() and argument.isdigit() and int(argument) <= MAX_LENGTH:
         return Fixed(int(argument))
-    raise ConfigError(f"policy {text!r}: expected off, or fixed:K with K from 0 to {MAX_LENGTH}")
+    if kind == "table" and colon:
+        return Table.parse(argument)
+    others = ", ".join(name for name in POLICIES if name != "off")
+    raise ConfigError(
+        f"policy {text!r}: expected off, or fixed:K with K from 0 to {MAX_LENGTH}, or one of {others}, "
+        "or table:64=3/128=1 (3 up to 64 requests, 1 up to 128, 0 above)"
+    )

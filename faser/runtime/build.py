@@ -5,13 +5,16 @@ Everything that can be refused is refused before the first weight is loaded.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 import torch
 
 from faser.config import NGRAM, EngineOptions
-from faser.engine import Engine
+from faser.engine import Engine, Executor
 from faser.errors import ConfigError, ModelError
 from faser.grammar import shared_compiler
 from faser.models import weights
@@ -19,13 +22,20 @@ from faser.models.config import ModelConfig
 from faser.models.source import DEFAULT_DRAFT, PatchSource, Source, open_draft, open_target
 from faser.models.transformer import Transformer
 from faser.pages import PagePool
-from faser.policy import MAX_LENGTH
+from faser.policy import MAX_LENGTH, Policy
+from faser.profile import Profile, ProfiledCost
 from faser.progress import progress_bar
+from faser.runtime import saved_profiles
 from faser.runtime.device import Device, Parts, make_device
 from faser.runtime.kv_cache import fitting_pages
+from faser.runtime.profiler import Subject, measure
 from faser.runtime.sampling import Sampler
 from faser.scheduler import Limits, Scheduler
 from faser.text import Tokenizer
+
+log = logging.getLogger("faser.engine")
+
+MOST_ERROR = 0.3  # of predictions, on average, by a profile that is kept
 
 Draft = Transformer | str | None  # a model, NGRAM, or none
 
@@ -47,6 +57,7 @@ def load_pair(model: str | Transformer | None, draft: Draft, options: EngineOpti
     if model is None and draft is None:
         draft = str(DEFAULT_DRAFT)
     options.make_policy(has_draft=draft is not None)
+    _given_profile(options)
     if isinstance(model, Transformer):
         if isinstance(draft, str) and draft != NGRAM:
             raise ConfigError(f"the target is in memory and the draft {draft!r} is not; load it first")
@@ -95,6 +106,24 @@ def _dtype(options: EngineOptions, config: ModelConfig, device: Device) -> torch
     return weights.resolve_dtype(options.dtype, config, device.name)
 
 
+@dataclass(frozen=True)
+class _Made:
+    """An executor on a device, and what it was made for."""
+
+    target: Transformer
+    draft: Draft
+    policy: Policy
+    device: Device
+    limits: Limits
+    executor: Executor
+    num_pages: int
+    page_size: int
+
+    @property
+    def draft_model(self) -> Transformer | None:
+        return self.draft if isinstance(self.draft, Transformer) else None
+
+
 def build_engine(
     target: Transformer,
     draft: Draft,
@@ -104,8 +133,50 @@ def build_engine(
 ) -> Engine:
     """An engine over models already in memory, where they are.
 
-    Without a tokenizer, requests with a grammar fail with that reason.
+    Without a tokenizer, requests with a grammar fail with that reason. Where the policy goes by what forwards cost, and
+    no profile of them is given or was kept, they are measured first.
     """
+    made = _make_executor(target, draft, options, tokenizer, device)
+
+    def pool() -> PagePool:
+        limits = made.limits
+        return PagePool(
+            made.num_pages, options.page_size, limits.max_running, limits.max_model_len, options.prefix_caching
+        )
+
+    profile = _profile_of(made, options)
+    cost = ProfiledCost(profile) if profile is not None else None
+    scheduler = Scheduler(
+        made.limits,
+        made.policy,
+        pool(),
+        pool() if made.draft_model is not None else None,
+        speculates=draft is not None,
+        prefix_caching=options.prefix_caching,
+        cost=cost,
+    )
+    return Engine(scheduler, made.executor, cost=cost)
+
+
+def measure_profile(pair: LoadedPair, options: EngineOptions, budget: float | None = None) -> tuple[Profile, float]:
+    """What the forwards of a pair cost here, measured now, and the seconds that took.
+
+    `budget` is what it should take; None: what suits the device.
+    """
+    made = _make_executor(pair.target, pair.draft, options)
+    try:
+        return _measure(made, budget)
+    finally:
+        made.executor.close()
+
+
+def _make_executor(
+    target: Transformer,
+    draft: Draft,
+    options: EngineOptions,
+    tokenizer: Tokenizer | None = None,
+    device: Device | None = None,
+) -> _Made:
     policy = options.make_policy(has_draft=draft is not None)
     device = device or make_device(options.device if options.device != "auto" else target.device.type)
     draft_model = draft if isinstance(draft, Transformer) else None
@@ -123,7 +194,7 @@ def build_engine(
             limits=limits,
             page_size=options.page_size,
             max_length=MAX_LENGTH if draft is not None else 0,
-            usual_length=getattr(policy, "max_length", 0) if draft is not None else 0,
+            usual_length=_usual_length(policy, draft),
             history=history,
             sampler=Sampler(limits.max_running, target.config.vocab_size, history, compiler),
             num_pages=options.num_pages,
@@ -131,19 +202,70 @@ def build_engine(
             acceptance=options.acceptance,
         )
     )
+    return _Made(target, draft, policy, device, limits, executor, num_pages, options.page_size)
 
-    def pool() -> PagePool:
-        return PagePool(num_pages, options.page_size, limits.max_running, limits.max_model_len, options.prefix_caching)
 
-    scheduler = Scheduler(
-        limits,
-        policy,
-        pool(),
-        pool() if draft_model is not None else None,
-        speculates=draft is not None,
-        prefix_caching=options.prefix_caching,
+def _usual_length(policy: Policy, draft: Draft) -> int:
+    return getattr(policy, "max_length", 0) if draft is not None else 0
+
+
+# ── profiles ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _profile_of(made: _Made, options: EngineOptions) -> Profile | None:
+    """The one given; where the policy needs one, the one kept from an earlier start, or else a new one."""
+    given = _given_profile(options)
+    if given is None and not getattr(made.policy, "needs_cost", False):
+        return None
+    about = _about(made)
+    if given is not None:
+        if given.about != about:
+            others = saved_profiles.differences(given, about)
+            log.warning("the profile %s was measured on something else: %s", options.profile, others)
+        return given
+    kept = saved_profiles.find(about)
+    if kept is not None:
+        log.info("profile of an earlier start: %s", kept.accuracy)
+        return kept
+    profile, seconds = _measure(made)
+    log.info("profiled in %.1f s: %s", seconds, profile.accuracy)
+    if profile.errors.get("verify", 1.0) > MOST_ERROR or profile.errors.get("draft", 0.0) > MOST_ERROR:
+        log.warning(
+            "the machine is too busy or too slow for a profile that is worth keeping, and the next start will measure "
+            "again; `faser profile --budget 60` makes and keeps one"
+        )
+    else:
+        saved_profiles.keep(profile)
+    return profile
+
+
+def _given_profile(options: EngineOptions) -> Profile | None:
+    return None if options.profile is None else Profile.load(Path(options.profile).expanduser())
+
+
+def _about(made: _Made) -> dict[str, object]:
+    return saved_profiles.describe(made.target, made.draft, made.limits, made.page_size)
+
+
+def _measure(made: _Made, budget: float | None = None) -> tuple[Profile, float]:
+    subject = Subject(
+        executor=made.executor,
+        limits=made.limits,
+        num_pages=made.num_pages,
+        page_size=made.page_size,
+        speculates=made.draft is not None,
+        has_draft_model=made.draft_model is not None,
+        usual_length=_usual_length(made.policy, made.draft),
+        vocab_size=made.target.config.vocab_size,
+        how=made.device.profiling,
     )
-    return Engine(scheduler, executor)
+    started = perf_counter()
+    with progress_bar("profiling") as update:
+        profile = measure(subject, _about(made), budget, update)
+    return profile, perf_counter() - started
+
+
+# ── sizes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _limits(options: EngineOptions, device: Device, target: Transformer, draft: Transformer | None) -> Limits:

@@ -6,7 +6,7 @@ import os
 
 from faser.errors import ConfigError
 from faser.models.transformer import Transformer
-from faser.runtime.device import Parts
+from faser.runtime.device import Parts, Profiling
 from faser.runtime.drafter import Drafter, ModelDrafter, NgramDrafter
 from faser.runtime.executor import TorchExecutor
 from faser.runtime.kv_cache import KVCache, fitting_pages
@@ -20,6 +20,8 @@ class CpuDevice:
     name = "cpu"
     max_running = 64
     max_batch_tokens = 1024
+    # Cores are slow and beyond some dozen rows linear: little is measured, and what lies beyond follows from it.
+    profiling = Profiling(6.0, (), most_rows=64, most_context=4096, most_prompt_rows=128)
 
     def default_kv_memory(self) -> int:
         """A quarter of the machine, at most 4 GiB; only pages that are used take memory."""

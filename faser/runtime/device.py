@@ -43,6 +43,17 @@ class Parts:
         return self.limits.max_running * -(-self.limits.max_model_len // self.page_size)
 
 
+@dataclass(frozen=True)
+class Profiling:
+    """How a kind of hardware is profiled (faser/runtime/profiler.py)."""
+
+    seconds: float  # of start-up that may be spent on it
+    graph_rows: tuple[int, ...]  # rows that steps without prompts are rounded up to; none where each number is its own
+    most_rows: int  # of a measured step that only decodes
+    most_context: int  # of all its requests together
+    most_prompt_rows: int  # of a measured step with prompts, and of a draft that catches up
+
+
 class Device(Protocol):
     """Memory and kernels of one kind of hardware."""
 
@@ -58,6 +69,9 @@ class Device(Protocol):
     def max_batch_tokens(self) -> int:
         """Rows in one step, likewise."""
         ...
+
+    @property
+    def profiling(self) -> Profiling: ...
 
     def default_kv_memory(self) -> int | None:
         """Bytes to give to KV pages where the user did not say; None: what the models leave free."""

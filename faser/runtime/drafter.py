@@ -6,21 +6,31 @@ request's grammar, as the target is; one that looks up is not, and the executor 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from faser.ngram import lookup
+from faser.policy.stopping import WatchedPlan
 from faser.runtime.batch import Rows
 from faser.runtime.runner import ModelRunner
 from faser.runtime.sampling import Sampler
-from faser.types import IntArray, StepPlan
+from faser.types import FloatArray, IntArray, StepPlan
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What was drafted: how many tokens [B], and, where the plan has a rule to stop by, their confidence [B, depth]."""
+
+    num_tokens: IntArray
+    confidence: FloatArray | None = None
 
 
 class Drafter(Protocol):
-    def draft(self, plan: StepPlan) -> IntArray:
-        """Write up to plan.lengths tokens per request to history[slot, num_tokens:]; returns how many, [B]."""
+    def draft(self, plan: StepPlan) -> Drafts:
+        """Write up to plan.lengths tokens per request to history[slot, num_tokens:]."""
         ...
 
     def take_seconds(self) -> float:
@@ -40,39 +50,52 @@ class ModelDrafter:
         self._sampler = sampler
         self._history: IntArray = history.numpy()
         self._vocab_size = target_vocab_size
+        self._confidence: FloatArray | None = None  # of the drafts at hand, [B, depth]
 
-    def draft(self, plan: StepPlan) -> IntArray:
+    def draft(self, plan: StepPlan) -> Drafts:
         self._runner.apply(plan.draft_pages)
-        runs = plan.draft_rows > 0
-        if not runs.any():
-            return np.zeros_like(plan.lengths)
+        runs = np.flatnonzero(plan.draft_rows)
+        if runs.size == 0:
+            return Drafts(np.zeros_like(plan.lengths))
+        self._confidence = None if plan.stopping is None else np.full(plan.stopping.rates.shape, np.nan)
         rows = Rows.of(plan.slots[runs], plan.draft_start[runs], plan.draft_rows[runs])
         lengths, slots, positions = plan.lengths[runs], rows.slots, plan.num_tokens[runs]
         active = np.flatnonzero(lengths)
-        stuck = self._extend(rows, rows.last[active], slots[active], positions[active])
+        stuck = self._extend(rows, rows.last[active], slots[active], positions[active], runs[active], 0)
         lengths[active[stuck]] = 0
+        watch = None if plan.stopping is None else WatchedPlan(plan.stopping, plan.lengths)
         for done in range(1, int(lengths.max())):
             active = np.flatnonzero(lengths > done)
             if active.size == 0:
                 break
+            if watch is not None and not watch.goes_on(self._confidence, done):
+                lengths = np.minimum(lengths, done)
+                break
             rows = Rows.of(slots[active], positions[active] + done - 1, np.ones(active.size, dtype=np.int64))
-            stuck = self._extend(rows, rows.last, rows.slots, rows.positions + 1)
+            stuck = self._extend(rows, rows.last, rows.slots, rows.positions + 1, runs[active], done)
             lengths[active[stuck]] = done
         num_drafted = np.zeros_like(plan.lengths)
         num_drafted[runs] = lengths
-        return num_drafted
+        return Drafts(num_drafted, self._confidence)
 
-    def _extend(self, rows: Rows, wanted: IntArray, slots: IntArray, positions: IntArray) -> list[int]:
-        """Compute rows; draft the token at `positions` from the wanted ones. Returns those that have none to draft.
+    def _extend(
+        self, rows: Rows, wanted: IntArray, slots: IntArray, positions: IntArray, requests: IntArray, done: int
+    ) -> list[int]:
+        """Compute rows; draft token number `done` of requests, by index in the plan, from the wanted ones.
 
-        A short vocabulary may hold no token that a request's grammar allows; the target will say what comes there.
+        Returns those that have none to draft: a short vocabulary may hold no token that a request's grammar allows; the
+        target will say what comes there.
         """
         # A target's vocabulary may be padded beyond the draft's; such a token has no text, so any stand-in will do.
         token_ids = np.minimum(self._history[rows.owners, rows.positions], self._runner.model.config.vocab_size - 1)
         logits = self._runner.forward(rows, torch.from_numpy(token_ids), wanted)
         if wanted.size == 0:
             return []
-        self._history[slots, positions] = self._sampler.sample(self._spread(logits), slots, positions)
+        logits = self._spread(logits)
+        tokens = self._sampler.sample(logits, slots, positions)
+        self._history[slots, positions] = tokens
+        if self._confidence is not None:
+            self._confidence[requests, done] = self._sampler.confidence(logits, slots, tokens)
         return list(self._sampler.failed_rows)
 
     def _spread(self, logits: torch.Tensor) -> torch.Tensor:
@@ -92,14 +115,14 @@ class NgramDrafter:
     def __init__(self, history: torch.Tensor) -> None:
         self._history: IntArray = history.numpy()
 
-    def draft(self, plan: StepPlan) -> IntArray:
+    def draft(self, plan: StepPlan) -> Drafts:
         num_drafted = np.zeros_like(plan.lengths)
         for i in np.flatnonzero(plan.lengths).tolist():
             slot, num_tokens = int(plan.slots[i]), int(plan.num_tokens[i])
             found = lookup(self._history[slot, :num_tokens], int(plan.lengths[i]))
             self._history[slot, num_tokens : num_tokens + found.size] = found
             num_drafted[i] = found.size
-        return num_drafted
+        return Drafts(num_drafted)
 
     def take_seconds(self) -> float:
         return 0.0

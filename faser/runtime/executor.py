@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from faser.runtime.drafter import Drafter
+from faser.runtime.drafter import Drafter, Drafts
 from faser.runtime.sampling import Sampler
 from faser.runtime.verifier import Verifier
 from faser.types import StepPlan, StepResult, StepSeconds
@@ -25,13 +25,11 @@ class TorchExecutor:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         self._update_slots(plan)
-        num_drafted = plan.lengths
-        if self._drafter is not None:
-            num_drafted = self._drafter.draft(plan)
-        num_verified = self._sampler.num_valid(plan.slots, plan.num_tokens, num_drafted)
+        drafts = self._drafter.draft(plan) if self._drafter is not None else Drafts(plan.lengths)
+        num_verified = self._sampler.num_valid(plan.slots, plan.num_tokens, drafts.num_tokens)
         verdict = self._verifier.verify(plan, num_verified)
         return StepResult(
-            num_drafted=num_drafted,
+            num_drafted=drafts.num_tokens,
             num_verified=num_verified,
             num_accepted=verdict.num_accepted,
             token_ids=verdict.token_ids,
@@ -41,6 +39,7 @@ class TorchExecutor:
                 draft=self._drafter.take_seconds() if self._drafter is not None else 0.0,
                 verify=self._verifier.take_seconds(),
             ),
+            confidence=drafts.confidence,
         )
 
     def _update_slots(self, plan: StepPlan) -> None:

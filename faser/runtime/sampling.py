@@ -242,6 +242,15 @@ class Sampler:
                 token_ids[rows] = choose(_rows_of(scores, rows), slots[rows], positions[rows])
         return token_ids
 
+    def confidence(self, logits: torch.Tensor, slots: IntArray, token_ids: IntArray) -> NDArray[np.float64]:
+        """The probability of each row's token at its temperature, a greedy one's at 1; filters do not count. [N]"""
+        scale = np.where(self._kind[slots] == _Kind.GREEDY, np.float32(1), self._inverse_temperature[slots])
+        scaled = logits.float() * torch.from_numpy(scale).to(logits.device)[:, None]
+        chosen = torch.from_numpy(token_ids).to(logits.device)[:, None]
+        log_p = scaled.gather(1, chosen)[:, 0] - scaled.logsumexp(dim=1)
+        found: NDArray[np.float64] = log_p.exp().nan_to_num(0.0).double().cpu().numpy()
+        return found
+
     def logprobs(self, logits: torch.Tensor, slots: IntArray, token_ids: IntArray) -> list[TokenLogprobs | None]:
         """The model's own log-probabilities, from raw logits [N, V], for the rows whose request asked; else None.
 

@@ -197,7 +197,7 @@ def test_what_cannot_work_is_refused_before_a_model_is_loaded(given, says):
 def test_ranges_are_expanded():
     assert asked("--policies", "off,fixed:0,fixed:1..3,fixed:2").policies == ("off", "fixed:1", "fixed:2", "fixed:3")
     assert [load.rate for load in asked("--rate", "2", "--loads", "0.5..1.5:3,4").loads] == [1.0, 2.0, 3.0, 8.0]
-    assert asked().policies == ("off", "fixed:1")
+    assert asked().policies == ("off", "faser")
     assert asked("--model", "x").policies == ("off",)
 
 

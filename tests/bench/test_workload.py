@@ -99,6 +99,23 @@ def test_a_wrong_trace_is_refused_with_the_line_and_the_reason(tmp_path, name, c
         read_trace(str(tmp_path / name))
 
 
+@pytest.mark.parametrize("wanted", [150, 1000])
+def test_a_rate_above_the_trace_s_repeats_it_where_that_is_allowed(wanted):
+    rows = [replace(row, arrival=row.arrival**2 / 99) for row in ROWS]  # ever fewer
+    timing = Timing(duration=100, span=50, rate=wanted / 50)
+    with pytest.raises(ConfigError, match="that part of the trace has 100"):
+        retime(rows, timing, generator())
+    again = retime(rows, replace(timing, repeats=True), generator())
+    assert len(again) == wanted
+    arrivals = [row.arrival for row in again]
+    assert arrivals == sorted(arrivals)
+    assert arrivals[-1] <= 50
+    counts = np.bincount([row.num_prompt - 10 for row in again])
+    assert set(counts.tolist()) <= {wanted // 100, -(-wanted // 100)}
+    early = sum(arrival < 12.5 for arrival in arrivals) / wanted  # as in the trace: half of it comes in a quarter
+    assert early == pytest.approx(0.5, abs=0.06)
+
+
 def test_a_trace_that_is_not_there_is_refused_with_those_that_are():
     with pytest.raises(ConfigError, match="azure-conv, azure-code"):
         read_trace("azure-chat")
@@ -342,3 +359,29 @@ def test_a_file_can_be_played_faster():
     assert at_rate(workload, Load(concurrency=2)).concurrency == 2
     with pytest.raises(ConfigError, match="all at once"):
         at_rate(Workload((Item(0.0, (1,), 1),)), Load(rate=1.0))
+
+
+# ── prompts that hold nothing ────────────────────────────────────────────────────────────────────────────────────────
+
+
+BLANK = Vocabulary(1, 400, None, is_blank=True)
+
+
+@pytest.mark.parametrize("prompts", ["specbench", "gsm8k", "random"])
+def test_blank_prompts_have_the_lengths_and_categories_of_real_ones(prompts):
+    options = {"prompt_len": (1, 60), "requests": 40, "arrivals": "poisson:10", "prompts": prompts}
+    real, blank = make(**options), make(vocabulary=BLANK, **options)
+    told = [[(i.arrival, i.category, i.max_tokens, len(i.prompt_token_ids)) for i in w.items] for w in (real, blank)]
+    assert told[0] == told[1]
+    assert real.about == blank.about
+
+
+def test_a_blank_prompt_is_zeros_that_take_no_memory():
+    prompts = [item.prompt_token_ids for item in make(vocabulary=BLANK, prompt_len=(50, 52), requests=30).items]
+    assert len({id(prompt) for prompt in prompts}) <= 3
+    array = np.asarray(prompts[0], dtype=np.int64)
+    assert array.strides == (0,)
+    assert array.tolist() == list(prompts[0]) == [0] * len(prompts[0])
+    assert len(prompts[0][3:5]) == 2
+    with pytest.raises(IndexError):
+        prompts[0][60]

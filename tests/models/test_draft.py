@@ -340,10 +340,10 @@ def proposed(monkeypatch) -> list[int]:
     draft = ModelDrafter.draft
 
     def spy(self: ModelDrafter, plan: Any) -> Any:
-        lengths = draft(self, plan)
-        for slot, start, length in zip(plan.slots, plan.num_tokens, lengths, strict=True):
+        made = draft(self, plan)
+        for slot, start, length in zip(plan.slots, plan.num_tokens, made.num_tokens, strict=True):
             seen.extend(self._history[slot, start : start + length].tolist())
-        return lengths
+        return made
 
     monkeypatch.setattr(ModelDrafter, "draft", spy)
     return seen

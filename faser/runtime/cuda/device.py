@@ -13,7 +13,7 @@ from faser.runtime.cuda.executor import CudaExecutor
 from faser.runtime.cuda.memory import Ledger, explained_shortage
 from faser.runtime.cuda.model import ROW_BUCKETS, CudaModel
 from faser.runtime.cuda.sampling import Slots
-from faser.runtime.device import Parts
+from faser.runtime.device import Parts, Profiling
 from faser.runtime.drafter import NgramDrafter
 
 log = logging.getLogger("faser.engine")
@@ -28,6 +28,7 @@ class CudaDevice:
     max_running = 256
     max_batch_tokens = 4096
     runs_ahead = True  # a step is planned while the one before it runs
+    profiling = Profiling(12.0, ROW_BUCKETS, most_rows=1024, most_context=2**18, most_prompt_rows=4096)
 
     def default_kv_memory(self) -> None:
         return None

@@ -1,8 +1,9 @@
 """The CUDA side of the seam: a plan becomes a few graph launches and one copy back.
 
 Positions, tokens, drafts and verdicts stay on the device; the host fills in who runs and reads what came of it. Steps
-whose requests all decode replay graphs, drafting included; steps with prompt rows are enqueued kernel by kernel, which
-the host does faster than a GPU computes hundreds of rows. Requests whose sampling is more than a temperature (filters,
+whose requests all decode replay graphs, drafting included; so do steps with up to a thousand prompt rows, one graph for
+the layers and one for the head; larger ones are enqueued kernel by kernel, which the host does faster than a GPU
+computes so many rows. Requests whose sampling is more than a temperature (filters,
 penalties, bias, log-probabilities) have the logits of their rows made once more, outside the graphs, and sampled anew
 from what the filters leave; those with a grammar have their rows sampled on the host, by the same code as on the CPU.
 Drafts of either are guessed with the temperature alone, which costs agreement and never a token.
@@ -21,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from faser.errors import EngineError
+from faser.policy.stopping import Stopping
 from faser.progress import Update
 from faser.runtime.cuda.compile import compile_all
 from faser.runtime.cuda.filters import Filters, logprobs, unpack_logprobs
@@ -33,6 +35,7 @@ from faser.runtime.sampling import Sampler
 from faser.runtime.verifier import BROKEN
 from faser.types import (
     Admission,
+    FloatArray,
     IntArray,
     StepPlan,
     StepResult,
@@ -80,8 +83,10 @@ class CudaExecutor:
         self._refined = Choices.allocate(most_rows, vocab_size, device)  # of filtered rows
         self._packed = torch.zeros(max_requests, width, dtype=torch.int32, device=device)
         self._landings = deque(_Landing(max_requests, width, device) for _ in range(MAX_FLIGHTS))
+        self._glance = _Glance(max_requests, device)
         self._flights: deque[_Flight] = deque()
         self._runs_ahead = runs_ahead
+        self.ragged = True  # False, for measuring: every token of a draft costs as if everybody drafted it
         self._is_compiled = False
         self._usual_rows = 1  # of a request that speculates: fewer take the same graphs, so that there are few of them
 
@@ -98,19 +103,28 @@ class CudaExecutor:
             if self._draft is not None:
                 wanted += [(self._draft, first_draft(size, 2)) for size in sizes]
                 wanted += [(self._draft, next_draft(size)) for size in sizes if length > 1]
+        models = [self._target] + ([self._draft] if self._draft is not None and length else [])
+        wanted += [(model, shape) for model in models for shape in model.mixed_shapes()]
         # the largest first: their buffers serve the others
         ready = [(each, shape) for each, shape in reversed(wanted) if shape is not None and each.has_graph_of(shape)]
+        choosing = [(model, size) for model in models for size in reversed(sizes)]
         if not self._is_compiled:
-            compile_all(self._dry_runs(ready))
+            compile_all(self._dry_runs(ready, choosing))
             self._is_compiled = True
-        for done, (model, shape) in enumerate(ready):
-            model.capture(shape)
-            update(done + 1, len(ready))
+        captures = [partial(model.capture, shape) for model, shape in ready]
+        captures += [partial(model.capture_choosing, size) for model, size in choosing]
+        for done, capture in enumerate(captures):
+            capture()
+            update(done + 1, len(captures))
 
-    def _dry_runs(self, graphs: Sequence[tuple[CudaModel, Shape]]) -> Iterator[Callable[[], None]]:
+    def _dry_runs(
+        self, graphs: Sequence[tuple[CudaModel, Shape]], choosing: Sequence[tuple[CudaModel, int]]
+    ) -> Iterator[Callable[[], None]]:
         """Everything that launches kernels, before anything has run."""
         for model, shape in graphs:
             yield partial(model.forward, shape)
+        for model, size in choosing:
+            yield partial(model.choose_wanted, size)
         for model in [self._target] + ([self._draft] if self._draft is not None else []):
             for rows in PROMPT_ROWS:
                 num_rows = np.array([min(rows, model.max_rows)])
@@ -132,23 +146,46 @@ class CudaExecutor:
             self._submit(plan)
 
     def _submit(self, plan: StepPlan) -> None:
+        self._complete()
         for slot in plan.released:
             self._sampler.release(slot)
         self._admit(plan.admitted)
         self._target.apply(plan.target_pages)
-        landing = self._landings[0]
-        landing.marks.start()
-        num_drafted = self._make_drafts(plan)
-        landing.marks.drafted()
-        num_verified = self._prune(plan, num_drafted)
-        told = self._verify(plan, num_verified)
-        size = plan.slots.size
-        landing.received[:size].copy_(self._packed[:size], non_blocking=True)
-        landing.marks.finished()
-        self._flights.append(_Flight(plan, num_drafted, num_verified, told, self._landings.popleft()))
+        flight = _Flight(plan, self._landings.popleft())
+        flight.landing.marks.start()
+        flight.drafting = self._begin_drafts(flight)
+        self._flights.append(flight)
+        if flight.drafting is None:
+            self._finish(flight)
+
+    def _complete(self) -> None:
+        """Go on with the one step that may still be drafting: token by token, as long as its rule says so."""
+        flight = self._flights[-1] if self._flights else None
+        if flight is None or flight.drafting is None:
+            return
+        assert self._draft is not None
+        drafting, flight.drafting = flight.drafting, None
+        while drafting.goes_on():
+            self._draft.launch(next_draft(drafting.num_active))
+            drafting.look(self._draft.choices.confidence)
+        flight.num_drafted = drafting.num_drafted
+        self._finish(flight)
+        flight.confidence = drafting.confidence
+
+    def _finish(self, flight: _Flight) -> None:
+        """Everything behind the drafts."""
+        flight.landing.marks.drafted()
+        flight.num_verified = self._prune(flight.plan, flight.num_drafted)
+        flight.told = self._verify(flight.plan, flight.num_verified)
+        size = flight.plan.slots.size
+        flight.landing.received[:size].copy_(self._packed[:size], non_blocking=True)
+        flight.landing.marks.finished()
 
     def collect(self) -> StepResult:
         """What came of the oldest step that was submitted; waits for it."""
+        if len(self._flights) == 1:
+            with torch.inference_mode(), explained_shortage(EngineError):
+                self._complete()
         flight = self._flights.popleft()
         seconds = flight.landing.marks.wait()
         self._landings.append(flight.landing)
@@ -163,7 +200,8 @@ class CudaExecutor:
         """Forget what is in flight, when the device is done with it."""
         while self._flights:
             flight = self._flights.popleft()
-            flight.landing.marks.wait()
+            if flight.drafting is None:
+                flight.landing.marks.wait()
             self._landings.append(flight.landing)
 
     def close(self) -> None:
@@ -192,32 +230,40 @@ class CudaExecutor:
 
     # ── drafting ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _make_drafts(self, plan: StepPlan) -> IntArray:
+    def _begin_drafts(self, flight: _Flight) -> _Drafting | None:
+        """Draft; or only the first token, where the plan has a rule by which to go on."""
+        plan = flight.plan
+        flight.num_drafted = plan.lengths
         if self._ngrams is not None:
-            return self._look_up(self._ngrams, plan)
+            flight.num_drafted = self._look_up(self._ngrams, plan)
         if self._draft is None:
-            return plan.lengths
+            return None
         self._draft.apply(plan.draft_pages)
-        if plan.draft_rows.any():
-            self._run_draft(self._draft, plan)
-        return plan.lengths
+        return self._run_draft(self._draft, plan) if plan.draft_rows.any() else None
 
-    def _run_draft(self, draft: CudaModel, plan: StepPlan) -> None:
+    def _run_draft(self, draft: CudaModel, plan: StepPlan) -> _Drafting | None:
         """Longest drafts first, so that those still drafting are always the first rows."""
         order = np.argsort(-plan.lengths, kind="stable")
         order = order[plan.draft_rows[order] > 0]
         rows, lengths = plan.draft_rows[order], plan.lengths[order]
         none = np.zeros_like(rows)
-        draft.set_requests(plan.slots[order], plan.draft_start[order], rows, none, lengths > 0, plan.unsettled[order])
+        draft.set_requests(
+            plan.slots[order], plan.draft_start[order], rows, none, lengths > 0, plan.unsettled[order], none
+        )
         draft.set_lengths(lengths)
         shape = first_draft(rows.size, int(rows.max()))
         _launch(draft, shape, rows, plan.draft_start[order], int((lengths > 0).sum()))
+        if plan.stopping is not None and lengths.any():
+            drafting = _Drafting(plan, plan.stopping, order, self._glance)
+            drafting.look(draft.choices.confidence)
+            return drafting
         for done in range(1, int(lengths.max())):
-            draft.launch(next_draft(int((lengths > done).sum())))
+            draft.launch(next_draft(int((lengths > done).sum()) if self.ragged else order.size))
+        return None
 
     def _look_up(self, ngrams: NgramDrafter, plan: StepPlan) -> IntArray:
         """Prompt lookup on the host, and its finds to the device."""
-        num_drafted = ngrams.draft(plan)
+        num_drafted = ngrams.draft(plan).num_tokens
         for i in np.flatnonzero(num_drafted).tolist():
             slot, first = int(plan.slots[i]), int(plan.num_tokens[i])
             drafted = slice(first, first + int(num_drafted[i]))
@@ -239,7 +285,7 @@ class CudaExecutor:
 
     def _verify(self, plan: StepPlan, num_drafted: IntArray) -> _Told:
         target, samples = self._target, plan.samples
-        target.set_requests(plan.slots, plan.start, plan.num_rows, num_drafted, samples, plan.unsettled)
+        target.set_requests(plan.slots, plan.start, plan.num_rows, num_drafted, samples, plan.unsettled, plan.lengths)
         judged = np.where(samples, num_drafted + 1, 0)
         num_rows = plan.num_rows + num_drafted
         shape = None
@@ -320,7 +366,10 @@ class CudaExecutor:
         failures = dict.fromkeys(np.flatnonzero(samples & (packed[:, 1] != 0)).tolist(), BROKEN)
         failures |= {owner: why for owner, offset, why in told.failed if offset < emitted[owner]}
         answers = {i: some[: int(emitted[i])] for i, some in told.all_logprobs().items()}
-        return StepResult(flight.num_drafted, flight.num_verified, num_accepted, token_ids, answers, failures, seconds)
+        return StepResult(
+            flight.num_drafted, flight.num_verified, num_accepted, token_ids, answers, failures, seconds,
+            flight.confidence,
+        )  # fmt: skip
 
     def _remember(self, plan: StepPlan, owners: IntArray, offsets: IntArray, token_ids: IntArray) -> None:
         """Keep the tokens the host needs: of requests that are never unsettled, since no plan runs ahead of theirs."""
@@ -393,6 +442,9 @@ def _launch(model: CudaModel, shape: Shape | None, num_rows: IntArray, start: In
     if shape is not None and model.has_graph_of(shape):
         model.launch(shape)
         return shape
+    mixed = model.launch_mixed(num_rows, start, num_wanted)
+    if mixed is not None:
+        return mixed
     shape = Shape(num_rows.size, int(num_rows.sum()), int(num_rows.max()), num_wanted)
     model.forward(shape, num_rows, start)
     return shape
@@ -436,12 +488,79 @@ class _Landing:
         self.marks = _Marks(device)
 
 
-@dataclass(frozen=True)
+class _Glance:
+    """A few numbers of the device, seen at once: the host waits until they are there."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        memory = torch.zeros(size, dtype=torch.float32)
+        self._memory = memory.pin_memory() if device.type == "cuda" else memory
+        self._values = self._memory.numpy()
+        make: Any = torch.cuda.Event
+        self._event = make() if device.type == "cuda" else None
+
+    def request(self, values: torch.Tensor) -> None:
+        """Ask for them behind everything that was launched so far."""
+        self._memory[: values.shape[0]].copy_(values, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def take(self, size: int) -> list[float]:
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[float] = self._values[:size].tolist()
+        return values
+
+
+class _Drafting:
+    """A draft that is being made token by token."""
+
+    def __init__(self, plan: StepPlan, stopping: Stopping, order: IntArray, glance: _Glance) -> None:
+        self._lengths = plan.lengths
+        self._requests = order  # by index in the plan, the longest first
+        self._depth = stopping.rates.shape[1]
+        # how many of them draft a token, by the tokens before it
+        self._num_active = [int((plan.lengths[order] > done).sum()) for done in range(self._depth)] + [0]
+        self._watch = stopping.watch(order)
+        self._glance = glance
+        self._seen: list[list[float]] = []  # the confidence of each token
+
+    @property
+    def num_active(self) -> int:
+        """Requests whose draft goes on."""
+        return self._num_active[len(self._seen)]
+
+    @property
+    def num_drafted(self) -> IntArray:
+        """[B]"""
+        return np.minimum(self._lengths, len(self._seen))
+
+    @property
+    def confidence(self) -> FloatArray:
+        """[B, depth]"""
+        found = np.full((self._lengths.size, self._depth), np.nan)
+        for done, seen in enumerate(self._seen):
+            found[self._requests[: len(seen)], done] = seen
+        return found
+
+    def look(self, confidence: torch.Tensor) -> None:
+        """Another token has been launched for all that go on."""
+        self._glance.request(confidence[: self.num_active])
+
+    def goes_on(self) -> bool:
+        """Whether to launch another, now that the latest is there."""
+        self._seen.append(self._glance.take(self.num_active))
+        going = self.num_active
+        return going > 0 and self._watch.goes_on(self._seen[-1][:going])
+
+
+@dataclass
 class _Flight:
     """A step that was submitted and not collected."""
 
     plan: StepPlan
-    num_drafted: IntArray
-    num_verified: IntArray
-    told: _Told
     landing: _Landing
+    num_drafted: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    num_verified: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    confidence: FloatArray | None = None
+    drafting: _Drafting | None = None  # what is still to be done before the verification
+    told: _Told = field(default_factory=lambda: _Told())

@@ -28,37 +28,14 @@ from faser.types import IntArray, PageWrites
 HEAD_ROWS = 512  # rows of logits at a time: at most 300 MB of them for a vocabulary of 150k
 
 # Buckets of graphs. Rows between two buckets run as the larger one.
+# (No 448: cuBLAS takes 14.8 ms for an 8B at so many rows on an H200, and 11.2 ms at 512.)
 ROW_BUCKETS = (
-    1,
-    2,
-    3,
-    4,
-    5,
-    6,
-    8,
-    10,
-    12,
-    16,
-    20,
-    24,
-    32,
-    40,
-    48,
-    64,
-    80,
-    96,
-    112,
-    128,
-    160,
-    192,
-    224,
-    256,
-    320,
-    384,
-    448,
-    512,
-)
+    1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 512,
+)  # fmt: skip
 ROWS_PER_REQUEST = (1, 2, 4, 8, 16)
+# Likewise of steps that have prompts, or a draft that catches up. Beyond them a GPU takes longer than the host, which
+# then launches kernel by kernel: 13 ms for the 32 layers of an 8B.
+MIXED_BUCKETS = (8, 16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, *range(512, 1025, 128))
 
 
 @dataclass(frozen=True)
@@ -70,6 +47,7 @@ class Shape:
     rows_per_request: int  # the most of any request
     num_wanted: int  # rows whose next token is sampled
     drafts_on: bool = False  # a row for each request that is still drafting, instead of the rows of the plan
+    is_mixed: bool = False  # rows of requests that differ much, cut into tiles by the host; sampled from separately
 
     @property
     def wants_all(self) -> bool:
@@ -106,7 +84,7 @@ class CudaModel:
 
     `max_rows` bounds the rows of one forward, all of which may be sampled from. The buffers also hold the graph such
     rows are rounded up to, and two rows for each request. `writes`: the sampled tokens go into the history at once, as
-    a draft's do.
+    a draft's do, and it is said how sure they are.
     """
 
     def __init__(
@@ -139,7 +117,7 @@ class CudaModel:
         # Whether launches may begin while the one before them ends: programmatic dependent launch, from Hopper on.
         self._overlaps = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         self._max_context = max_context
-        self._staging = Staging(self.requests.memory, 6)
+        self._staging = Staging(self.requests.memory, 7)
         self._staged_lengths = Staging(self._drafting, 1)
         self._vocabulary = model.vocabulary.int() if model.vocabulary is not None else None
         heads = config.num_heads + 2 * config.num_kv_heads
@@ -162,6 +140,10 @@ class CudaModel:
         self._linear = linear.Workspace.allocate(device)
         self._splits = attention.Memory(device)
         self._graphs: dict[Shape, Callable[[], None]] = {}
+        self._choosing: dict[int, Callable[[], None]] = {}  # graphs of the head and the sampling, by wanted rows
+        most_tiles = max(self._most_tiles(shape) for shape in self.mixed_shapes())
+        self._tile_memory = torch.zeros(2 * most_tiles + 1, dtype=torch.int32, device=device)
+        self._staged_tiles = Staging(self._tile_memory, 2)
         self.pages = torch.zeros(0, dtype=dtype, device=device)
 
     @property
@@ -188,17 +170,31 @@ class CudaModel:
         num_drafted: IntArray,
         samples: NDArray[np.bool_],
         unsettled: NDArray[np.bool_],
+        planned: IntArray,
     ) -> None:
         """The requests of the next forward."""
-        self._staging.write((slots, start, num_rows, num_drafted, samples, unsettled), slots.size)
+        self._staging.write((slots, start, num_rows, num_drafted, samples, unsettled, planned), slots.size)
 
     def set_lengths(self, lengths: IntArray) -> None:
         """How much each of these requests drafts, the longest first; the first forward brings the first token."""
         self._staged_lengths.write((lengths,), 1)
 
     def has_graph_of(self, shape: Shape) -> bool:
-        """Whether one tile holds all rows of a request, as the graphs' static tiles need."""
-        return self._attention_config(shape).rows_per_tile >= shape.rows_per_request
+        """Whether one tile holds all rows of a request, as the graphs' static tiles need; mixed ones have others."""
+        return shape.is_mixed or self._attention_config(shape).rows_per_tile >= shape.rows_per_request
+
+    def mixed_shapes(self) -> list[Shape]:
+        """Of the steps whose requests differ much; at least one."""
+        sizes = [size for size in MIXED_BUCKETS if size <= self.max_rows] or [self.max_rows]
+        return [self._mixed_shape(size) for size in sizes]
+
+    def _mixed_shape(self, num_rows: int) -> Shape:
+        return Shape(self.requests.slots.shape[0], num_rows, num_rows, 0, is_mixed=True)
+
+    def _most_tiles(self, shape: Shape) -> int:
+        """A request's last tile may have one row."""
+        whole = shape.num_rows // self._attention_config(shape).rows_per_tile
+        return min(shape.num_rows, whole + shape.num_requests)
 
     # ── a forward ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -211,11 +207,42 @@ class CudaModel:
         """Make the graph of a shape, unless there is one. A forward runs meanwhile, for no requests."""
         if shape in self._graphs:
             return
-        kept = [(each, each.clone()) for each in (self.requests.memory, self._drafting)]
-        self.requests.num_requests.zero_()
-        self._graphs[shape] = _capture(lambda: self.forward(shape), self.model.device)
+        self._graphs[shape] = self._capture_idle(lambda: self.forward(shape))
+
+    def _capture_idle(self, run: Callable[[], None]) -> Callable[[], None]:
+        """A graph of what `run` enqueues, captured while there are no requests, no tiles and no wanted rows."""
+        contents = (self.requests.memory, self._drafting, self._tile_memory, self.rows.cu_wanted)
+        kept = [(each, each.clone()) for each in contents]
+        for count in (self.requests.num_requests, self._tile_memory[-1:], self.rows.cu_wanted):
+            count.zero_()
+        graph = _capture(run, self.model.device)
         for each, content in kept:
             each.copy_(content)
+        return graph
+
+    def launch_mixed(self, num_rows: IntArray, start: IntArray, num_wanted: int) -> Shape | None:
+        """Replay the graphs for so many rows a request, `num_wanted` of all sampled from; None if there are none."""
+        rows, wanted = _least(MIXED_BUCKETS, int(num_rows.sum())), _least(ROW_BUCKETS, num_wanted)
+        if rows is None or rows > self.max_rows or wanted is None or wanted > self.max_rows:
+            return None
+        shape = self._mixed_shape(rows)
+        cut = attention.build_tiles(num_rows, self._attention_config(shape).rows_per_tile, start)
+        self._staged_tiles.write(cut, cut[0].size)
+        self.launch(shape)
+        if not num_wanted:
+            return shape
+        self.capture_choosing(wanted)
+        self._choosing[wanted]()
+        return replace(shape, num_wanted=wanted)
+
+    def capture_choosing(self, num_wanted: int) -> None:
+        if num_wanted not in self._choosing:
+            self._choosing[num_wanted] = self._capture_idle(lambda: self.choose_wanted(num_wanted))
+
+    def choose_wanted(self, num_wanted: int) -> None:
+        """The head and the sampling of the wanted rows of the latest mixed forward, of which there are no more."""
+        shape = replace(self._mixed_shape(0), num_wanted=num_wanted, is_mixed=False)
+        self._choose(shape, self._rows_of(shape), self._hidden)
 
     def forward(self, shape: Shape, num_rows: IntArray | None = None, start: IntArray | None = None) -> None:
         """Enqueue everything from the requests to the tokens in `choices`.
@@ -228,10 +255,12 @@ class CudaModel:
             lengths = self._lengths[: shape.num_requests]
             next_draft_rows(requests, lengths, self._draft_step, self._slots.history, rows, vocab_size=vocab_size)
         else:
-            settle(requests, self._slots.refused)
+            settle(requests, self._slots.refused, self._slots.short if self._writes else None)
             expand(requests, self._slots.history, rows, vocab_size=vocab_size)
         config = self._attention_config(shape)
-        if num_rows is None or start is None:
+        if shape.is_mixed:
+            tiles = self._staged_tiles_of(shape, requests, rows)
+        elif num_rows is None or start is None:
             tiles = self._tiles(shape, requests, rows)
         else:
             tiles = self._cut_tiles(requests, rows, config, num_rows, start)
@@ -261,15 +290,17 @@ class CudaModel:
             num_drafted=whole.num_drafted[:size],
             samples=whole.samples[:size],
             unsettled=whole.unsettled[:size],
+            planned=whole.planned[:size],
         )
 
     def _rows_of(self, shape: Shape) -> DeviceRows:
         whole = self.rows
+        num_wanted = whole.wanted.shape[0] if shape.is_mixed else shape.num_wanted
         return DeviceRows(
             whole.cu_rows[: shape.num_requests + 1],
             whole.cu_wanted[: shape.num_requests + 1],
             *(each[: shape.num_rows] for each in (whole.slots, whole.positions, whole.token_ids)),
-            *(each[: shape.num_wanted] for each in (whole.wanted, whole.wanted_slots, whole.wanted_positions)),
+            *(each[:num_wanted] for each in (whole.wanted, whole.wanted_slots, whole.wanted_positions)),
         )
 
     def _attention_config(self, shape: Shape) -> AttentionConfig:
@@ -288,6 +319,15 @@ class CudaModel:
             return Tiles(self._arange[:size], self._ones[:size], rows.positions, rows.slots, *tile, rows.num_rows)
         totals = torch.add(requests.num_rows, requests.num_drafted, out=self._totals[:size])
         return Tiles(rows.cu_rows[:-1], totals, requests.start, requests.slots, *tile, requests.num_requests)
+
+    def _staged_tiles_of(self, shape: Shape, requests: Requests, rows: DeviceRows) -> Tiles:
+        """Those that were written before the launch."""
+        size, (tile_request, tile_offset) = self._most_tiles(shape), self._tile_memory[:-1].view(2, -1)
+        totals = torch.add(requests.num_rows, requests.num_drafted, out=self._totals[: shape.num_requests])
+        return Tiles(
+            rows.cu_rows[:-1], totals, requests.start, requests.slots, tile_request[:size], tile_offset[:size],
+            self._tile_memory[-1:],
+        )  # fmt: skip
 
     def _cut_tiles(
         self, requests: Requests, rows: DeviceRows, config: AttentionConfig, num_rows: IntArray, start: IntArray
@@ -349,6 +389,7 @@ class CudaModel:
             sample(
                 logits, rows.wanted_slots[some], rows.wanted_positions[some], num_rows, self._slots,
                 _some_choices(self.choices, some), vocabulary=self._vocabulary, write=self._writes,
+                confidence=self._writes,
             )  # fmt: skip
 
 

@@ -31,20 +31,21 @@ VARYING = [
 class Requests:
     """What the plan says of each request: rows from `start` on, then its drafted tokens."""
 
-    memory: torch.Tensor  # [6 * B + 1] all of the below: one copy brings a plan
+    memory: torch.Tensor  # [7 * B + 1] all of the below: one copy brings a plan
     slots: torch.Tensor  # [B]
     start: torch.Tensor  # [B] position of the first row
     num_rows: torch.Tensor  # [B] rows of context tokens
     num_drafted: torch.Tensor  # [B] rows of drafted tokens behind them
     samples: torch.Tensor  # [B] 1 where the last context row and the drafted ones are wanted, else 0
     unsettled: torch.Tensor  # [B] 1 where start and num_rows hold if no draft of the step before was refused
+    planned: torch.Tensor  # [B] drafts the plan asked for; fewer may have been made
     num_requests: torch.Tensor  # [1] how many of B are real
 
     @classmethod
     def allocate(cls, max_requests: int, device: torch.device | str) -> Requests:
-        memory = torch.zeros(6 * max_requests + 1, dtype=torch.int32, device=device)
-        slots, start, num_rows, num_drafted, samples, unsettled = memory[:-1].view(6, max_requests)
-        return cls(memory, slots, start, num_rows, num_drafted, samples, unsettled, memory[-1:])
+        memory = torch.zeros(7 * max_requests + 1, dtype=torch.int32, device=device)
+        slots, start, num_rows, num_drafted, samples, unsettled, planned = memory[:-1].view(7, max_requests)
+        return cls(memory, slots, start, num_rows, num_drafted, samples, unsettled, planned, memory[-1:])
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,14 @@ class DeviceRows:
         return self.cu_wanted[-1:]
 
 
-def settle(requests: Requests, refused: torch.Tensor) -> None:
+def settle(requests: Requests, refused: torch.Tensor, short: torch.Tensor | None = None) -> None:
     """Move what is unsettled back by the refused drafts of the step before, by slot; StepPlan.settle says how.
 
-    In place, so once for each plan.
+    `short` is for the rows of a draft. In place, so once for each plan.
     """
     size = requests.slots.shape[0]
     _settle_kernel[(1,)](
-        requests.slots, requests.start, requests.num_rows, requests.unsettled, requests.num_requests, refused,
+        requests.slots, requests.start, requests.num_rows, requests.unsettled, requests.num_requests, refused, short,
         block=_power_of_two(size), num_warps=4,
     )  # fmt: skip
 
@@ -136,7 +137,7 @@ def _power_of_two(count: int) -> int:
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _settle_kernel(slots, start, num_rows, unsettled, num_requests, refused, block: tl.constexpr):
+def _settle_kernel(slots, start, num_rows, unsettled, num_requests, refused, short, block: tl.constexpr):
     # [block]
     request = tl.arange(0, block)
     real = request < tl.load(num_requests)
@@ -144,7 +145,10 @@ def _settle_kernel(slots, start, num_rows, unsettled, num_requests, refused, blo
     slot = tl.load(slots + request, mask=moves, other=0)
     first = tl.load(start + request, mask=moves, other=0)
     end = first + tl.load(num_rows + request, mask=moves, other=0) - tl.load(refused + slot, mask=moves, other=0)
-    first = tl.minimum(first, end - 1)
+    last = end - 1
+    if short is not None:
+        last -= tl.load(short + slot, mask=moves, other=0)
+    first = tl.minimum(first, last)
     tl.store(start + request, first, mask=moves)
     tl.store(num_rows + request, end - first, mask=moves)
 

@@ -62,7 +62,8 @@ class Slots:
     history: torch.Tensor  # int32 [max_slots, max_len] tokens; drafts lie behind the context
     seeds: torch.Tensor  # int64 [max_slots] `mixed_seed` of the request's seed
     inverse_temperatures: torch.Tensor  # float32 [max_slots] 0 is greedy
-    refused: torch.Tensor  # int32 [max_slots] drafts of the latest step that `judge` refused
+    refused: torch.Tensor  # int32 [max_slots] drafts the latest step was to make and that came to nothing
+    short: torch.Tensor  # int32 [max_slots] 1 where it made fewer, all of them accepted
 
     @classmethod
     def allocate(cls, max_slots: int, max_len: int, device: torch.device | str) -> Slots:
@@ -70,6 +71,7 @@ class Slots:
             torch.zeros(max_slots, max_len, dtype=torch.int32, device=device),
             torch.zeros(max_slots, dtype=torch.int64, device=device),
             torch.zeros(max_slots, dtype=torch.float32, device=device),
+            torch.zeros(max_slots, dtype=torch.int32, device=device),
             torch.zeros(max_slots, dtype=torch.int32, device=device),
         )
 
@@ -169,8 +171,8 @@ def judge(
 
     The wanted rows cu_wanted[i] … cu_wanted[i + 1] - 1 (int32 [B + 1]) are of the last context token of request i and
     of every drafted one; a request that does not sample has none. packed is int32 [B, FIRST_TOKEN + W]: the number of
-    accepted tokens, whether an emitted row was broken, then the accepted tokens and the bonus, then -1. How many drafts
-    were refused stays on the device as well, for the next step.
+    accepted tokens, whether an emitted row was broken, then the accepted tokens and the bonus, then -1. How many of the
+    planned drafts came to nothing stays on the device as well, for the next step.
 
     With `acceptance` (float32 [W - 1], by position in the draft) drafted tokens are accepted with these
     probabilities, whatever they are: it measures the cost of a step where weights are random.
@@ -178,8 +180,8 @@ def judge(
     num_bucket_requests, width = packed.shape
     width -= FIRST_TOKEN
     _judge_kernel[(num_bucket_requests,)](
-        choices.tokens, choices.broken, cu_wanted, requests.slots, requests.start, requests.num_rows,
-        requests.num_requests, slots.history, slots.seeds, slots.refused, acceptance, packed,
+        choices.tokens, choices.broken, cu_wanted, requests.slots, requests.start, requests.num_rows, requests.planned,
+        requests.num_requests, slots.history, slots.seeds, slots.refused, slots.short, acceptance, packed,
         slots.history.stride(0), packed.stride(0), width,
         padded_width=_power_of_two(width), first_token=FIRST_TOKEN, num_warps=1,
     )  # fmt: skip
@@ -372,8 +374,8 @@ def _sample_kernel(
 
 @triton.jit(do_not_specialize=["cu_wanted", "num_requests", "history_stride", "packed_stride", "width"])
 def _judge_kernel(
-    said_tokens, broken, cu_wanted, request_slots, start, num_rows,
-    num_requests, history, seeds, refused, acceptance, packed,
+    said_tokens, broken, cu_wanted, request_slots, start, num_rows, planned,
+    num_requests, history, seeds, refused, short, acceptance, packed,
     history_stride, packed_stride, width, padded_width: tl.constexpr, first_token: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0)
@@ -397,7 +399,10 @@ def _judge_kernel(
         coin = _uniform(_noise_word(tl.full([padded_width], _COIN, tl.uint32), key0, key1))
         agrees = coin < tl.load(acceptance + offset, mask=is_draft, other=0.0)
     num_accepted = tl.min(tl.where(is_draft & agrees, padded_width, offset), axis=0)
-    tl.store(refused + slot, tl.maximum(num_judged - 1, 0) - num_accepted)
+    num_planned = tl.load(planned + request)
+    tl.store(refused + slot, num_planned - num_accepted)
+    num_drafted = tl.maximum(num_judged - 1, 0)
+    tl.store(short + slot, ((num_drafted < num_planned) & (num_accepted == num_drafted)).to(tl.int32))
     emitted = is_judged & (offset <= num_accepted)
     token = tl.where(offset < num_accepted, drafted, said)
     tl.store(place, token, mask=emitted)

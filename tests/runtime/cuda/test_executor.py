@@ -17,7 +17,7 @@ from faser.policy import Fixed
 from faser.runtime.build import build_engine
 from faser.text import Tokenizer
 from faser.types import Grammar, Request, SamplingParams
-from tests.oracle import RandomLengths
+from tests.oracle import RandomLengths, RandomStops
 from tests.test_engine import Sometimes
 from tests.test_exactness import Outcome, make_requests, reference, serve
 from tests.tiny import CONFIGS, make_draft
@@ -86,6 +86,7 @@ POLICIES = {
     "off": (None, None),
     "a draft model": ("model", Fixed(3)),
     "a draft model with random lengths": ("model", RandomLengths(seed=1)),
+    "a draft model that stops anywhere": ("model", RandomStops(4)),
     "prompt lookup": ("ngram", Fixed(4)),
 }
 
@@ -104,6 +105,22 @@ def test_requests_get_the_tokens_of_the_cpu(target, device, policy):
     assert_same_logprobs(outcome, expected)
 
 
+def test_more_prompt_rows_than_graphs_have_run_kernel_by_kernel(target, device, monkeypatch):
+    """The target's prompts, and the draft's catching up with them."""
+    monkeypatch.setattr("faser.runtime.cuda.model.MIXED_BUCKETS", (8,))
+    requests = chosen(target, device)
+    expected = reference(target, requests)
+    engine = make_engine(device, target, make_draft(target), Fixed(2))
+    mixed: list[bool] = []
+    for model in (engine.executor._target, engine.executor._draft):
+        launch = model.launch_mixed
+        monkeypatch.setattr(
+            model, "launch_mixed", lambda *given, launch=launch: (mixed.append(launch(*given)), mixed[-1])[1]
+        )
+    assert serve(engine, requests, {r.id: i for i, r in enumerate(requests)}).tokens == expected.tokens
+    assert None in mixed, "everything fitted a graph"
+
+
 def test_a_budget_between_two_buckets_has_room_for_the_larger(target, device):
     """Seven rows run as a graph of eight, and a draft of six requests as one of twelve."""
     requests = chosen(target, device)[:2]
@@ -112,12 +129,16 @@ def test_a_budget_between_two_buckets_has_room_for_the_larger(target, device):
 
 
 @pytest.mark.parametrize(
-    ("policy", "filtered"), [("off", True), ("sometimes", True), ("always", False), ("random", False)]
+    ("policy", "filtered"),
+    [("off", True), ("sometimes", True), ("always", False), ("random", False), ("stops", True), ("stops", False)],
 )
 def test_planning_ahead_of_results_gets_the_same_tokens(target, device, policy, filtered):
     """Also where requests come and go in between, and where steps with filtered drafts are waited for."""
     draft = make_draft(target) if policy != "off" else None
-    lengths = {"off": None, "sometimes": Sometimes(seed=2), "always": Fixed(3), "random": RandomLengths(3)}[policy]
+    lengths = {
+        "off": None, "sometimes": Sometimes(seed=2), "always": Fixed(3), "random": RandomLengths(3),
+        "stops": RandomStops(4),
+    }[policy]  # fmt: skip
     requests = chosen(target, device)
     if not filtered:
         requests = [r for r in requests if r.id in ("greedy", "sampled")]

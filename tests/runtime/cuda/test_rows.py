@@ -161,13 +161,14 @@ def test_settling_on_the_device_is_settling_the_plan(device, model, count, num_b
         (), (), slots, num_tokens, num_tokens - 1, np.ones_like(slots), np.full_like(slots, 3), num_tokens - lag, lag,
         unsettled, NO_WRITES, NO_WRITES,
     )  # fmt: skip
-    settled = plan.settle(refused[slots])
+    short = rng.random(50) < 0.5
+    settled = plan.settle(refused[slots], short[slots])
     before, after = (
         (each.start, each.num_rows) if model == "target" else (each.draft_start, each.draft_rows)
         for each in (plan, settled)
     )
     requests = Plan(slots, *before, np.zeros_like(slots), np.ones_like(unsettled)).upload(num_bucket, device)
     requests.unsettled[:count] = ints(unsettled, device)
-    settle(requests, ints(refused, device))
+    settle(requests, ints(refused, device), ints(short, device) if model == "draft" else None)
     assert requests.start.tolist() == padded(after[0], num_bucket, 77)
     assert requests.num_rows.tolist() == padded(after[1], num_bucket, 77)

@@ -346,6 +346,7 @@ class Step:
     slots: Slots
     choices: Choices
     num_drafted: IntArray  # [B] of the real requests
+    planned: IntArray  # [B] of which fewer may have been made
     samples: NDArray[np.bool_]  # [B]
     num_tokens: IntArray  # [B]
 
@@ -362,11 +363,13 @@ def make_step(device: str, rng: np.random.Generator, num: int, num_bucket: int, 
     slots.seeds.copy_(torch.from_numpy(rng.integers(-(2**62), 2**62, num_bucket + 3)))
     samples = rng.random(num) < 0.8
     num_drafted = np.where(samples, rng.integers(0, max_length + 1, num), 0)
+    planned = num_drafted + np.where(samples, rng.integers(0, 2, num), 0)
     requests = Requests.allocate(num_bucket, device)
     start, num_rows = rng.integers(0, 90, num), rng.integers(1, 60, num)
     for buffer, values in (
         (requests.slots, rng.permutation(num_bucket + 3)[:num]), (requests.start, start), (requests.num_rows, num_rows),
         (requests.num_drafted, num_drafted), (requests.samples, samples), (requests.num_requests, [num]),
+        (requests.planned, planned),
     ):  # fmt: skip
         buffer[: len(values)] = ints(values, device)
     judged = np.where(samples, num_drafted + 1, 0)
@@ -377,7 +380,7 @@ def make_step(device: str, rng: np.random.Generator, num: int, num_bucket: int, 
     said = np.where(rng.random(said.size) < chance, said, said + 1)
     choices.tokens[: said.size] = ints(said, device)
     choices.broken[: said.size] = ints(rng.random(said.size) < 0.1, device)
-    return Step(requests, ints(cu_wanted, device), slots, choices, num_drafted, samples, start + num_rows)
+    return Step(requests, ints(cu_wanted, device), slots, choices, num_drafted, planned, samples, start + num_rows)
 
 
 def verdict_of_the_cpu(step: Step) -> tuple[list[list[int]], list[int], list[int], IntArray]:
@@ -412,7 +415,9 @@ def test_the_verdict_is_the_cpu_verifiers(device, num, num_bucket, max_length, c
         packed = step.judge(max_length + 1, num_bucket)
         assert packed[:num, NUM_ACCEPTED].tolist() == accepted
         assert packed[:num, BROKEN].tolist() == broken
-        assert step.slots.refused[step.requests.slots[:num]].tolist() == (step.num_drafted - accepted).tolist()
+        owners, made = step.requests.slots[:num], step.num_drafted
+        assert step.slots.refused[owners].tolist() == (step.planned - accepted).tolist()
+        assert step.slots.short[owners].tolist() == ((made < step.planned) & (made == accepted)).tolist()
         for row, tokens in zip(packed[:num, FIRST_TOKEN:].tolist(), emitted, strict=True):
             assert row == tokens + [-1] * (max_length + 1 - len(tokens))
         assert (packed[num:] == -9).all()

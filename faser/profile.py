@@ -1,0 +1,309 @@
+"""What the forwards of one pair of models cost on one machine: seconds by rows and context, measured and kept.
+
+A `Profile` is plain numbers, saved as JSON by what it was measured on; `ProfiledCost` predicts with it and corrects
+itself by the steps that run. Knows plans and seconds, no tensors: the policies and the simulator read it.
+
+A forward's seconds are linear in the tokens of context it reads, at every number of rows; between two measured numbers
+of rows they are interpolated, or, where graphs of fixed sizes run, those of the next larger size.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self
+
+import numpy as np
+
+from faser.errors import ConfigError
+from faser.types import FloatArray, IntArray, StepPlan, StepSeconds
+
+VERSION = 1
+FADING = 0.98  # weight of what was known of the machine's speed against the next step
+KEPT_UP = 2  # context tokens a draft computes at most where nobody's fell behind
+LEAST_FACTOR, MOST_FACTOR = 0.25, 4.0  # how far the steps that run may correct a profile
+
+Rows = IntArray | int
+Context = IntArray | FloatArray | float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds of one kind of forward. All tuples are of one size, rows ascending."""
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]  # with no context
+    per_token: tuple[float, ...]  # more, for each token of context that is read
+    is_stepped: bool = False  # rows between two of `rows` run as the larger
+
+    def __post_init__(self) -> None:
+        sizes = {len(self.rows), len(self.seconds), len(self.per_token)}
+        rises = all(a < b for a, b in zip((0, *self.rows), self.rows, strict=False))
+        if len(sizes) != 1 or not self.rows or not rises:
+            raise ConfigError("a curve needs rows that rise from 1 on, and as many seconds and seconds per token")
+        if not all(0 <= each < math.inf for each in (*self.seconds, *self.per_token)):
+            raise ConfigError("a curve's seconds are finite numbers of at least 0")
+
+    @property
+    def most_rows(self) -> int:
+        """The largest size of a stepped curve; more rows than that it does not run."""
+        return self.rows[-1]
+
+    @cached_property
+    def rise(self) -> float:
+        """Seconds of each row beyond the last."""
+        if self.is_stepped or len(self.rows) == 1:
+            return 0.0
+        return max(0.0, (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2]))
+
+    @cached_property
+    def table(self) -> tuple[FloatArray, FloatArray]:
+        """Seconds and seconds per token of every number of rows up to the last: policies ask for thousands at once."""
+        rows = np.arange(self.rows[-1] + 1)
+        if self.is_stepped:
+            rows = np.array(self.rows)[np.searchsorted(self.rows, rows)]
+        seconds, per_token = (np.interp(rows, self.rows, each) for each in (self.seconds, self.per_token))
+        seconds[0] = per_token[0] = 0.0
+        return seconds, per_token
+
+    def __call__(self, rows: Rows, context: Context) -> FloatArray:
+        """For each number of rows; beyond the last measured one the last rise goes on. No rows take no time."""
+        return _look_up(self.table, self.rise, np.asarray(rows), context)
+
+
+def _look_up(table: tuple[FloatArray, FloatArray], rise: float, rows: IntArray, context: Context) -> FloatArray:
+    seconds, per_token = table
+    index = np.minimum(rows, seconds.size - 1)
+    found: FloatArray = seconds[index] + per_token[index] * context
+    return found + rise * (rows - index) if rise else found
+
+
+NOTHING = Curve((1,), (0.0,), (0.0,))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The forwards of a target and its draft. A draft without a model has NOTHING for its curves."""
+
+    about: Mapping[str, Any]  # what it holds for: hardware, models, dtype, versions
+    verify: Curve  # rows of requests that decode, drafts included
+    prompts: Curve  # likewise where prompt rows share the step, all rows counted
+    first_draft: Curve  # requests whose draft kept up, by their number
+    next_draft: Curve  # and each further token
+    catch_up: Curve  # the first draft where some have more to compute, by rows
+    host: float  # seconds of a step outside both models
+    stop_seconds: float | None = None  # of a look at a draft between two of its tokens; None: it cannot be looked at
+    # of configurations it was not made from: share of the seconds, mean and worst
+    errors: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def accuracy(self) -> str:
+        """The errors, in a line for people."""
+        said = [
+            f"{name} {100 * self.errors[name]:.1f} % off (worst {100 * self.errors.get(f'{name}_worst', 0.0):.1f} %)"
+            for name in ("verify", "draft")
+            if name in self.errors
+        ]
+        return ", ".join(said) or "how far it is off was not measured"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"version": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Self:
+        """Raises ConfigError for what no profile is."""
+        version = given.get("version") if isinstance(given, Mapping) else None
+        if version != VERSION:
+            raise ConfigError(f"no profile: version {version!r}; expected {VERSION}")
+        try:
+            curves = {name: _curve_of(given[name]) for name in CURVES}
+            errors = {str(name): float(error) for name, error in given["errors"].items()}
+            looks = given["stop_seconds"]
+            return cls(
+                dict(given["about"]),
+                host=float(given["host"]),
+                stop_seconds=None if looks is None else float(looks),
+                errors=errors,
+                **curves,
+            )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"no profile, though it says version {VERSION} ({type(error).__name__}: {error})"
+            ) from None
+
+    def save(self, path: Path) -> None:
+        """Nobody ever reads a part of it."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f"{path.name}.{os.getpid()}.new")
+        new.write_text(json.dumps(self.to_dict()) + "\n", encoding="utf-8")
+        new.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        try:
+            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: cannot be read as a profile ({error})") from None
+
+
+CURVES = ("verify", "prompts", "first_draft", "next_draft", "catch_up")
+
+
+def _curve_of(given: Mapping[str, Any]) -> Curve:
+    return Curve(
+        tuple(map(int, given["rows"])),
+        tuple(map(float, given["seconds"])),
+        tuple(map(float, given["per_token"])),
+        bool(given["is_stepped"]),
+    )
+
+
+class Work(NamedTuple):
+    """What a plan asks of the two models, in the terms of a profile."""
+
+    rows: int  # of requests that decode, drafts included
+    prompt_rows: int
+    context: int  # tokens that the target reads
+    num_drafting: int  # requests the draft computes anything for
+    catch_up_rows: int  # all rows of the draft's first forward where somebody's draft fell behind, else 0
+    draft_context: int
+
+
+def work_of(plan: StepPlan) -> Work:
+    decoding = plan.samples & (plan.num_rows == 1)
+    drafting = plan.draft_rows > 0
+    is_behind = int(plan.draft_rows.max(initial=0)) > KEPT_UP
+    return Work(
+        rows=int((plan.lengths + decoding).sum()),
+        prompt_rows=int(plan.num_rows[~decoding].sum()),
+        context=int((plan.start + plan.num_rows).sum()),
+        num_drafting=int(drafting.sum()),
+        catch_up_rows=int(plan.draft_rows.sum()) if is_behind else 0,
+        draft_context=int(plan.num_tokens[drafting].sum()),
+    )
+
+
+class Cost(Protocol):
+    """Seconds, as policies ask for them. Rows may be arrays; the answer then has their shape."""
+
+    @property
+    def row_sizes(self) -> IntArray:
+        """Rows at which a verification becomes dearer at once, ascending; none where it rises with every row."""
+        ...
+
+    @property
+    def host(self) -> float:
+        """Of every step, outside both models."""
+        ...
+
+    @property
+    def stop_seconds(self) -> float | None:
+        """Of a look at a draft between two of its tokens; None: it cannot be looked at."""
+        ...
+
+    def verify(self, rows: Rows, context: Context, prompt_rows: int = 0) -> FloatArray:
+        """The target, over so many rows of requests that decode, and prompt rows beside them."""
+        ...
+
+    def first_draft(self, requests: Rows, context: Context, rows: Rows = 0) -> FloatArray:
+        """The draft's first token for so many requests. `rows`: those it computes if anybody's draft fell behind."""
+        ...
+
+    def next_draft(self, requests: Rows, context: Context) -> FloatArray:
+        """Each further token."""
+        ...
+
+
+class ProfiledCost:
+    """A profile, times how much slower or faster than it the machine has been of late."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self._target_factor = self._draft_factor = 1.0
+        self._host = profile.host
+        sizes = profile.verify.rows if profile.verify.is_stepped else ()
+        self._row_sizes: IntArray = np.array(sizes, dtype=np.int64)
+        # more rows than graphs have run as prompts do
+        beyond = slice(profile.verify.most_rows + 1, None)
+        tables = zip(profile.verify.table, profile.prompts.table, strict=True)
+        seconds, per_token = (np.concatenate((mine, others[beyond])) for mine, others in tables)
+        self._pure: tuple[FloatArray, FloatArray] = seconds, per_token
+
+    @property
+    def row_sizes(self) -> IntArray:
+        return self._row_sizes
+
+    @property
+    def host(self) -> float:
+        return self._host
+
+    @property
+    def stop_seconds(self) -> float | None:
+        return self.profile.stop_seconds
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """Of the target's seconds and the draft's."""
+        return self._target_factor, self._draft_factor
+
+    def verify(self, rows: Rows, context: Context, prompt_rows: int = 0) -> FloatArray:
+        seconds: FloatArray = self._target_factor * self._verify(rows, context, prompt_rows)
+        return seconds
+
+    def first_draft(self, requests: Rows, context: Context, rows: Rows = 0) -> FloatArray:
+        seconds: FloatArray = self._draft_factor * self._first_draft(requests, context, rows)
+        return seconds
+
+    def next_draft(self, requests: Rows, context: Context) -> FloatArray:
+        seconds: FloatArray = self._draft_factor * self.profile.next_draft(requests, context)
+        return seconds
+
+    def parts(self, plan: StepPlan) -> StepSeconds:
+        """Seconds of both models in the step."""
+        draft, verify = self._of_plan(plan)
+        return StepSeconds(self._draft_factor * draft, self._target_factor * verify)
+
+    def predict(self, plan: StepPlan) -> float:
+        """Seconds of the step."""
+        parts = self.parts(plan)
+        return parts.draft + parts.verify + self._host
+
+    def learn(self, plan: StepPlan, spent: StepSeconds, seconds: float) -> None:
+        """Take in how long a step really took, by its parts where they were measured."""
+        draft, verify = self._of_plan(plan)
+        if verify > 0 and spent.verify > 0:
+            # one pause of the process is no speed of the machine: a step counts as twice what it should be at most
+            most = self.predict(plan)
+            self._host += (1 - FADING) * (min(max(seconds - spent.draft - spent.verify, 0.0), most) - self._host)
+            self._target_factor = _moved(self._target_factor, spent.verify / verify)
+        if draft > 0 and spent.draft > 0:
+            self._draft_factor = _moved(self._draft_factor, spent.draft / draft)
+
+    def _verify(self, rows: Rows, context: Context, prompt_rows: int) -> FloatArray:
+        prompts = self.profile.prompts
+        if prompt_rows:
+            return prompts(np.asarray(rows) + prompt_rows, context)
+        return _look_up(self._pure, prompts.rise, np.asarray(rows), context)
+
+    def _first_draft(self, requests: Rows, context: Context, rows: Rows) -> FloatArray:
+        profile, asked = self.profile, np.asarray(rows)
+        return np.where(asked > 0, profile.catch_up(asked, context), profile.first_draft(requests, context))
+
+    def _of_plan(self, plan: StepPlan) -> tuple[float, float]:
+        """Seconds of the draft and of the target, uncorrected."""
+        work = work_of(plan)
+        verify = float(self._verify(work.rows, work.context, work.prompt_rows))
+        if not work.num_drafting:
+            return 0.0, verify
+        draft = float(self._first_draft(work.num_drafting, work.draft_context, work.catch_up_rows))
+        deeper = np.arange(1, int(plan.lengths.max()))[:, None] < plan.lengths
+        return draft + float(self.profile.next_draft(deeper.sum(axis=1), deeper @ plan.num_tokens).sum()), verify
+
+
+def _moved(factor: float, ratio: float) -> float:
+    return min(MOST_FACTOR, max(LEAST_FACTOR, FADING * factor + (1 - FADING) * ratio))

@@ -1,0 +1,585 @@
+"""Measures what forwards cost, by running made-up steps through the very executor that will serve.
+
+Knows plans, limits and how a device wants to be profiled; knows nothing of models or kernels. The steps have arbitrary
+tokens and whatever the KV pages hold, which costs what real requests cost. They leave no mark: the scheduler and its
+page pools never hear of them, no page is published, and a request writes its pages and its slot before it reads them.
+It must be done before the executor serves anybody.
+
+Every request of a step has pages of its own, counted from the first; where the pool is too small for that they begin
+again with the first, so that requests share pages and a cache may help more than it will in earnest.
+
+What is measured, coarse before fine and several times at some distance, for as long as there is time:
+
+* steps that decode, with no, one and three drafted tokens each, at two contexts: verification by rows, and drafts by
+  requests, where the tokens behind the first cost what three take longer than one;
+* steps in which prompts, or drafts that fell behind, share the batch: some requests that decode, at two contexts, and
+  as many more rows as are wanted;
+* one draft, looked at between its tokens and not: what a look costs;
+* random batches that none of this was made from, ragged in length and context: how wrong the profile is.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from faser.engine import AsyncExecutor, Executor
+from faser.pages import NO_WRITES
+from faser.policy.stopping import Stopping
+from faser.profile import KEPT_UP, NOTHING, Curve, Profile, ProfiledCost, work_of
+from faser.progress import Update
+from faser.runtime.device import Profiling
+from faser.scheduler import Limits
+from faser.types import (
+    Admission,
+    FloatArray,
+    IntArray,
+    PageWrites,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+)
+
+SHORT, LONG = 64, 1024  # tokens of context a request, where there is room
+SOME, MORE = 1, 3  # drafted tokens; the difference is due to those behind the first
+TURNS = (1, 2, 2)  # all steps once, and again while there is time: so often each, after one to warm up
+LEAST_NEXT = 0.3  # of the first drafted token's seconds, that a further one takes
+LEAST_DECODED = 5  # batches at both ends
+WARM_UP = 0.02  # of the time
+DECODED, MIXED, ALL = 0.55, 0.8, 1.0  # shares of the time that are spent when each kind of step is done
+LEAST_PROMPT_ROWS = 64
+MOST_BESIDE = 32  # requests that decode beside prompts
+HELD_OUT = 12  # random batches
+PERIOD = 8  # of the made-up tokens: they repeat, so that prompt lookup finds drafts
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is profiled: an executor that has served nobody yet, and what it was made for."""
+
+    executor: Executor
+    limits: Limits
+    num_pages: int
+    page_size: int
+    speculates: bool
+    has_draft_model: bool
+    usual_length: int  # what the policy drafts at most, as far as it says
+    vocab_size: int
+    how: Profiling
+
+    @property
+    def longest(self) -> int:
+        """Tokens drafted at most, as far as a context and a step have room for them."""
+        room = min(self._room - 2, self.limits.max_batch_tokens - 1)
+        return max(0, min(max(self.usual_length, MORE), room)) if self.speculates else 0
+
+    @property
+    def most_context(self) -> int:
+        """Tokens of one request, with room for its drafts and a token of the target behind them."""
+        return max(1, min(LONG, self._room - self.longest - 1))
+
+    @property
+    def _room(self) -> int:
+        draft = self.limits.draft_max_len
+        return self.limits.max_model_len if draft is None else min(self.limits.max_model_len, draft)
+
+    def contexts(self, num_requests: int) -> list[int]:
+        """Tokens a request at which so many are measured: short and long, or one where there is no room for two."""
+        if not num_requests:
+            return [1]
+        long = max(1, min(self.most_context, self.how.most_context // num_requests))
+        return sorted({min(SHORT, max(1, long // 2)), long})
+
+    def has_room_for(self, batch: Batch) -> bool:
+        most = self.limits.max_batch_tokens
+        return max(int((batch.num_rows + batch.lengths).sum()), int(batch.draft_rows.sum())) <= most
+
+    def graph_of(self, rows: int) -> int:
+        """The rows that so many run as."""
+        return next((size for size in self.how.graph_rows if size >= rows), rows)
+
+
+def measure(
+    subject: Subject,
+    about: Mapping[str, Any],
+    seconds: float | None = None,
+    update: Update = lambda done, total: None,
+    clock: Callable[[], float] = perf_counter,
+) -> Profile:
+    """A profile, made in about so many seconds. Short of time it is coarser, and at worst without held-out errors."""
+    rounds = _Rounds(subject, subject.how.seconds if seconds is None else seconds, update, clock)
+    profile = rounds.profile(about)
+    return replace(profile, errors=rounds.errors(ProfiledCost(profile)))
+
+
+# ── made-up steps ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The requests of a made-up step. Arrays are [B]."""
+
+    num_tokens: IntArray
+    num_rows: IntArray  # the last of num_tokens
+    lengths: IntArray
+    draft_rows: IntArray  # likewise the last of num_tokens
+    is_looked_at: bool = False  # its drafts are, between their tokens, and always found good enough to go on
+
+    @classmethod
+    def decoding(cls, num_tokens: IntArray, lengths: IntArray, lag: IntArray | None = None) -> Batch:
+        """One row each, and drafts. Of the requests that draft, every other one has had all its drafts accepted."""
+        lag = np.arange(num_tokens.size) % KEPT_UP + 1 if lag is None else lag
+        draft_rows = np.where(lengths > 0, np.minimum(lag, num_tokens), 0)
+        return cls(num_tokens, np.ones_like(num_tokens), lengths, draft_rows)
+
+    def beside(self, other: Batch) -> Batch:
+        return Batch(
+            np.concatenate((self.num_tokens, other.num_tokens)),
+            np.concatenate((self.num_rows, other.num_rows)),
+            np.concatenate((self.lengths, other.lengths)),
+            np.concatenate((self.draft_rows, other.draft_rows)),
+        )
+
+
+def _alike(num_requests: int, length: int, context: int) -> Batch:
+    return Batch.decoding(_each(num_requests, context), _each(num_requests, length))
+
+
+def _each(count: int, value: int) -> IntArray:
+    return np.full(count, value, dtype=np.int64)
+
+
+def decoding_batches(subject: Subject) -> list[Batch]:
+    """By requests, drafted tokens and context: the ends together, then one number of requests after the other."""
+    fewest, *others = _coarse_first(_request_sizes(subject))
+    groups = [[fewest, *others[:1]], *([size] for size in others[1:])]
+    return [
+        _alike(size, length, subject.contexts(size)[which])
+        for sizes in groups
+        for which in (0, -1)
+        for size in sizes
+        for length in _lengths(subject, size)
+        if which == 0 or len(subject.contexts(size)) > 1
+    ]
+
+
+def _request_sizes(subject: Subject) -> list[int]:
+    """Up to as many requests as can be measured with all drafts."""
+    most = min(subject.limits.max_running, max(1, subject.how.most_rows // (1 + min(MORE, subject.longest))))
+    sizes = subject.how.graph_rows or tuple(1 << i for i in range(most.bit_length()))
+    return [*(size for size in sizes if size < most), most]
+
+
+def _lengths(subject: Subject, num_requests: int) -> list[int]:
+    """Drafts first: a profile needs them most. Where no graphs run, rows are rows, and those of drafts will do."""
+    lengths = sorted({0, min(SOME, subject.longest), min(MORE, subject.longest)}, reverse=True)
+    return lengths if subject.how.graph_rows or num_requests == 1 or not subject.longest else lengths[:-1]
+
+
+def _coarse_first(sizes: Sequence[int]) -> list[int]:
+    """Both ends, then ever finer in between."""
+    order, stride = [sizes[0], sizes[-1]], 1 << len(sizes).bit_length()
+    while stride:
+        order += sizes[::stride]
+        stride //= 2
+    return list(dict.fromkeys(order))
+
+
+def _prompt_sizes(subject: Subject) -> list[int]:
+    """Rows of steps with prompts. Without graphs they go on where the rows of decoding end: one size will do."""
+    limits, how = subject.limits, subject.how
+    room = (limits.max_running - limits.max_running // 2) * subject.most_context
+    most = min(limits.max_batch_tokens, how.most_prompt_rows, room)
+    sizes = [LEAST_PROMPT_ROWS << i for i in range(most.bit_length()) if LEAST_PROMPT_ROWS << i < most]
+    return _coarse_first([*sizes, most]) if how.graph_rows else [most]
+
+
+def prompt_batches(subject: Subject) -> list[Batch]:
+    """Requests that decode, and prompts from their beginning on."""
+    batches = []
+    for rows in _prompt_sizes(subject):
+        size = _num_beside(subject, rows)
+        chunks = _chunks(subject, rows - size)
+        prompts = Batch(chunks, chunks, np.zeros_like(chunks), np.zeros_like(chunks))
+        batches += [_alike(size, 0, context).beside(prompts) for context in _contexts_beside(subject, size)]
+    return batches
+
+
+def catch_up_batches(subject: Subject) -> list[Batch]:
+    """Requests whose draft kept up, and some it has yet to see, all drafting one token."""
+    if not (subject.has_draft_model and subject.longest):
+        return []
+    batches = []
+    for rows in _prompt_sizes(subject):
+        size = _num_beside(subject, rows)
+        for context in _contexts_beside(subject, size):
+            kept_up = _alike(size, SOME, context)
+            chunks = _chunks(subject, rows - int(kept_up.draft_rows.sum()))
+            if chunks.size and chunks.min() > KEPT_UP:
+                behind = Batch.decoding(chunks, np.ones_like(chunks), lag=chunks)
+                batches.append(kept_up.beside(behind))
+    return batches
+
+
+def _num_beside(subject: Subject, rows: int) -> int:
+    """Requests that decode in a step of so many rows."""
+    return min(subject.limits.max_running // 2, rows // 4, subject.how.most_rows // 8, MOST_BESIDE)
+
+
+def _contexts_beside(subject: Subject, num_requests: int) -> list[int]:
+    """Where no graphs run context costs what it does without prompts, and is known."""
+    contexts = subject.contexts(num_requests)
+    return contexts if subject.how.graph_rows else contexts[:1]
+
+
+def _chunks(subject: Subject, rows: int) -> IntArray:
+    """Rows shared by as few requests as can hold them."""
+    count = -(-rows // subject.most_context)
+    ends: IntArray = np.linspace(0, rows, count + 1).astype(np.int64)
+    return np.diff(ends)
+
+
+def held_out_batches(subject: Subject) -> list[Batch]:
+    """Few requests as often as many, and before them; some draft, each with a length and a context of its own."""
+    random = np.random.default_rng(0)
+    most = subject.limits.max_running
+    sizes = np.exp(random.uniform(0, np.log(most + 1), HELD_OUT)).astype(np.int64).clip(1, most)
+    sizes.sort()
+    return [_random_batch(subject, int(size), random) for size in sizes]
+
+
+def _random_batch(subject: Subject, size: int, random: np.random.Generator) -> Batch:
+    least, most = subject.contexts(size)[0], subject.contexts(size)[-1]
+    lengths = random.integers(0, subject.longest + 1, size)
+    lengths[np.cumsum(lengths) > subject.limits.max_batch_tokens - size] = 0
+    return Batch.decoding(random.integers(least, most + 1, size), lengths, random.integers(1, KEPT_UP + 1, size))
+
+
+# ── running them ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step that ran several times: the plan, with as many drafts as there were, and its seconds at best."""
+
+    plan: StepPlan
+    draft: float
+    verify: float
+    steps: FloatArray  # seconds of the whole step, of each time they could be told
+    host: FloatArray  # likewise, outside both models
+
+    def or_better(self, other: Measured | None) -> Measured:
+        if other is None:
+            return self
+        return Measured(
+            self.plan,
+            min(self.draft, other.draft),
+            min(self.verify, other.verify),
+            np.concatenate((self.steps, other.steps)),
+            np.concatenate((self.host, other.host)),
+        )
+
+
+class _Steps:
+    """Makes plans of batches and runs them."""
+
+    def __init__(self, subject: Subject, clock: Callable[[], float]) -> None:
+        self._subject = subject
+        self._clock = clock
+        self._admitted = self._admissions()  # until the first step
+
+    def run(self, batch: Batch, repeats: int) -> Measured:
+        """A batch, once to warm up and then so many times. The fastest counts: all that disturbs makes it slower."""
+        first = self._plan(batch)
+        again = replace(first, admitted=(), target_pages=NO_WRITES, draft_pages=NO_WRITES)
+        plans = [first, *[again] * repeats]
+        times, results = [self._clock()], []
+        for result in self._execute(plans):
+            times.append(self._clock())
+            results.append(result)
+        draft, verify = (np.array([getattr(each.seconds, name) for each in results]) for name in ("draft", "verify"))
+        # With the next step under way the time between two results is a step's; behind the last there is none.
+        told = slice(1, -1) if self._runs_ahead(first) else slice(1, None)
+        steps = np.diff(times)[told]
+        host = np.maximum(steps - (draft + verify)[told], 0.0)
+        plan = replace(again, lengths=results[-1].num_drafted)
+        return Measured(plan, float(draft.min()), float(verify.min()), steps, host)
+
+    def release(self) -> None:
+        """Give all slots back. No step is without requests, so that one that is given back takes part."""
+        slots = tuple(range(self._subject.limits.max_running))
+        self._subject.executor.execute(replace(self._plan(_alike(1, 0, 1)), released=slots))
+
+    def _execute(self, plans: Sequence[StepPlan]) -> Iterator[StepResult]:
+        """As the engine does: where it can be, the next step is under way before this one's result is asked for."""
+        executor = self._subject.executor
+        if not (isinstance(executor, AsyncExecutor) and self._runs_ahead(plans[0])):
+            yield from map(executor.execute, plans)
+            return
+        executor.submit(plans[0])
+        for plan in plans[1:]:
+            executor.submit(plan)
+            yield executor.collect()
+        yield executor.collect()
+
+    def _runs_ahead(self, plan: StepPlan) -> bool:
+        executor = self._subject.executor
+        return isinstance(executor, AsyncExecutor) and executor.may_run_ahead(plan)
+
+    def _plan(self, batch: Batch) -> StepPlan:
+        subject = self._subject
+        admitted, self._admitted = self._admitted, ()
+        draft_rows = batch.draft_rows if subject.has_draft_model else np.zeros_like(batch.draft_rows)
+        pages = self._pages(batch)
+        return StepPlan(
+            admitted=admitted,
+            released=(),
+            slots=np.arange(batch.num_tokens.size),
+            num_tokens=batch.num_tokens,
+            start=batch.num_tokens - batch.num_rows,
+            num_rows=batch.num_rows,
+            lengths=batch.lengths,
+            draft_start=batch.num_tokens - draft_rows,
+            draft_rows=draft_rows,
+            unsettled=np.zeros(batch.num_tokens.size, dtype=np.bool_),
+            target_pages=pages,
+            draft_pages=pages if subject.has_draft_model else NO_WRITES,
+            stopping=_never_stopping(batch) if batch.is_looked_at else None,
+        )
+
+    def _pages(self, batch: Batch) -> PageWrites:
+        """One request behind the other: a CPU hands out memory as pages are touched, and should hand out little."""
+        counts = -(-(batch.num_tokens + batch.lengths) // self._subject.page_size)
+        slots = np.repeat(np.arange(counts.size), counts)
+        columns = np.arange(slots.size) - np.repeat(np.cumsum(counts) - counts, counts)
+        return PageWrites(slots, columns, np.arange(slots.size) % self._subject.num_pages)
+
+    def _admissions(self) -> tuple[Admission, ...]:
+        limits, random = self._subject.limits, np.random.default_rng(0)
+        tokens = random.integers(0, self._subject.vocab_size, (limits.max_running, PERIOD))
+        size = self._subject.most_context
+        return tuple(
+            Admission(slot, np.resize(some, size), size, SamplingParams(), 0, frozenset())
+            for slot, some in enumerate(tokens)
+        )
+
+
+def _never_stopping(batch: Batch) -> Stopping:
+    depth = int(batch.lengths.max()) + 1
+    return Stopping(np.ones((batch.lengths.size, depth)), np.zeros(depth), price=1.0, calibration=(0.0, 1.0))
+
+
+class _Rounds:
+    """Goes through all batches while there is time, and makes a profile of what they took."""
+
+    def __init__(self, subject: Subject, seconds: float, update: Update, clock: Callable[[], float]) -> None:
+        self._subject = subject
+        self._seconds = seconds
+        self._update = update
+        self._clock = clock
+        self._started = clock()
+        self._steps = _Steps(subject, clock)
+        kinds = (decoding_batches, prompt_batches, catch_up_batches, held_out_batches)
+        self._decoding, *self._mixed, self._held_out = (
+            [batch for batch in make(subject) if subject.has_room_for(batch)] for make in kinds
+        )
+
+    def profile(self, about: Mapping[str, Any]) -> Profile:
+        self._warm_up()
+        samples = Samples(self._subject)
+        # what no profile can be made without is measured however late it is
+        samples.add(self._run(self._decoding, DECODED, least=LEAST_DECODED))
+        for number, batches in enumerate(self._mixed, 1):
+            samples.add(self._run(batches, DECODED + (MIXED - DECODED) * number / len(self._mixed), least=1))
+        return replace(samples.profile(about), stop_seconds=self._stop_seconds())
+
+    def errors(self, cost: ProfiledCost) -> dict[str, float]:
+        """Of the held-out batches: the mean and the worst share by which predictions are wrong. Frees the slots."""
+        found = defaultdict(list)
+        for measured in self._run(self._held_out, ALL, least=0):
+            predicted = cost.parts(measured.plan)
+            for name in ("verify", "draft"):
+                seconds = getattr(measured, name)
+                if seconds > 0 and getattr(predicted, name) > 0:
+                    found[name].append(abs(getattr(predicted, name) / seconds - 1))
+        self._steps.release()
+        self._update(100, 100)
+        means = {name: float(np.mean(errors)) for name, errors in found.items()}
+        return means | {f"{name}_worst": max(errors) for name, errors in found.items()}
+
+    def _stop_seconds(self) -> float | None:
+        """Of a look at one draft. It may keep the host or the device waiting: what counts is the whole step."""
+        subject = self._subject
+        if not subject.has_draft_model or subject.longest < MORE or self._spent() >= ALL:
+            return None
+        plain = _alike(1, MORE, subject.contexts(1)[0])
+        unseen, seen = (self._steps.run(replace(plain, is_looked_at=looked), max(TURNS)) for looked in (False, True))
+        return max(0.0, float(seen.steps.min() - unseen.steps.min())) / (MORE - SOME)
+
+    def _warm_up(self) -> None:
+        """Clocks rise, and whatever is only made once is made."""
+        self._steps.run(self._decoding[0], 0)
+        while self._spent() < WARM_UP:
+            self._steps.run(self._decoding[0], 1)
+
+    def _run(self, batches: Sequence[Batch], until: float, least: int) -> list[Measured]:
+        """As many batches as can be run, as often as can be, until that share of the time is spent."""
+        found: dict[int, Measured] = {}
+        for turn, repeats in enumerate(TURNS):
+            for number, batch in enumerate(batches):
+                is_late = self._spent() >= until
+                if is_late and (turn > 0 or number >= least):
+                    return list(found.values())
+                measured = self._steps.run(batch, 0 if is_late else repeats)
+                found[number] = measured.or_better(found.get(number))
+                self._update(min(100, int(100 * self._spent())) if self._seconds > 0 else 100, 100)
+        return list(found.values())
+
+    def _spent(self) -> float:
+        """The share of the time."""
+        return (self._clock() - self._started) / self._seconds if self._seconds > 0 else float("inf")
+
+
+# ── from seconds to curves ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Sample:
+    rows: int
+    context: int
+    seconds: float
+
+
+class Samples:
+    """What was measured, by the curve it belongs to."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._verify: list[Sample] = []
+        self._prompts: list[Sample] = []
+        self._catch_up: list[Sample] = []
+        # by requests, rows and context of a first draft: seconds by length
+        self._drafts: defaultdict[tuple[int, int, int], dict[int, float]] = defaultdict(dict)
+        self._host: list[float] = []
+
+    def add(self, several: Iterable[Measured]) -> None:
+        for measured in several:
+            self._add(measured)
+
+    def _add(self, measured: Measured) -> None:
+        plan = measured.plan
+        work, graphs = work_of(plan), self._subject.how.graph_rows
+        all_rows = work.rows + work.prompt_rows
+        in_graph = not work.prompt_rows and (not graphs or work.rows <= graphs[-1])
+        if in_graph:
+            rows = self._subject.graph_of(work.rows)
+            self._verify.append(Sample(rows, work.context, measured.verify))
+        if not in_graph or not graphs:  # without graphs rows are rows
+            self._prompts.append(Sample(all_rows, work.context, measured.verify))
+        if work.catch_up_rows:
+            self._catch_up.append(Sample(work.catch_up_rows, work.draft_context, measured.draft))
+        elif work.num_drafting:
+            key = work.num_drafting, int(plan.draft_rows.sum()), work.draft_context
+            self._drafts[key][int(plan.lengths.max())] = measured.draft
+        if not work.prompt_rows and not work.catch_up_rows:
+            self._host += measured.host.tolist()
+
+    def profile(self, about: Mapping[str, Any]) -> Profile:
+        limits, longest = self._subject.limits, self._subject.longest
+        verify = make_curve(self._verify)
+        first = make_curve(self._first_drafts())
+        following = make_curve(self._next_drafts(), default=first)
+        catch_up = self._catch_up if self._subject.how.graph_rows else self._catch_up + self._first_forwards()
+        return Profile(
+            about=about,
+            verify=self._stepped(verify, limits.max_running * (1 + longest)),
+            prompts=make_curve(self._prompts, default=verify),
+            first_draft=self._stepped(first, limits.max_running),
+            next_draft=self._stepped(following, limits.max_running),
+            catch_up=make_curve(catch_up, default=first),
+            host=float(np.median(self._host)) if self._host else 0.0,
+        )
+
+    def _first_drafts(self) -> list[Sample]:
+        graph_of = self._subject.graph_of
+        return [
+            Sample(graph_of(requests), context, seconds[SOME])
+            for (requests, _, context), seconds in self._drafts.items()
+            if SOME in seconds
+        ]
+
+    def _first_forwards(self) -> list[Sample]:
+        """The same by rows, as those that catch up are counted."""
+        return [
+            Sample(rows, context, seconds[SOME])
+            for (_, rows, context), seconds in self._drafts.items()
+            if SOME in seconds
+        ]
+
+    def _next_drafts(self) -> list[Sample]:
+        graph_of = self._subject.graph_of
+        return [
+            Sample(graph_of(requests), context, _per_token(seconds[SOME], seconds[length], length))
+            for (requests, _, context), seconds in self._drafts.items()
+            if SOME in seconds
+            for length in seconds
+            if length > SOME
+        ]
+
+    def _stepped(self, curve: Curve, most_rows: int) -> Curve:
+        """With a point for every graph up to the one that holds so many rows: those not measured lie in between."""
+        graphs = self._subject.how.graph_rows
+        if not graphs or curve is NOTHING:
+            return curve
+        sizes = np.array([size for size in graphs if size <= self._subject.graph_of(min(most_rows, graphs[-1]))])
+        seconds = curve(sizes, 0.0)
+        per_token = np.maximum(curve(sizes, 1.0) - seconds, 0.0)
+        return Curve(tuple(sizes.tolist()), tuple(seconds.tolist()), tuple(per_token.tolist()), is_stepped=True)
+
+
+def _per_token(first: float, whole: float, length: int) -> float:
+    """Of the tokens behind the first. They read the same weights: whatever noise says, they are not free."""
+    return max((whole - first) / (length - SOME), LEAST_NEXT * first)
+
+
+def make_curve(samples: Iterable[Sample], default: Curve = NOTHING) -> Curve:
+    """A point for each number of rows. Where only one context was measured, others say what context costs."""
+    groups: defaultdict[int, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        groups[sample.rows].append(sample)
+    if not groups:
+        return default
+    known = {rows: fit_line(group) for rows, group in sorted(groups.items()) if _num_contexts(group) > 1}
+    slopes = [slope for _, slope in known.values()]
+    points = []
+    for rows, group in sorted(groups.items()):
+        slope = float(np.interp(rows, list(known), slopes)) if known else 0.0
+        points.append((rows, *known.get(rows, (_at_slope(group, slope), slope))))
+    rows_of, seconds, per_token = zip(*points, strict=True)
+    return Curve(rows_of, seconds, per_token)
+
+
+def _num_contexts(samples: Sequence[Sample]) -> int:
+    return len({sample.context for sample in samples})
+
+
+def _at_slope(samples: Sequence[Sample], slope: float) -> float:
+    return max(0.0, float(np.median([sample.seconds - slope * sample.context for sample in samples])))
+
+
+def fit_line(samples: Sequence[Sample]) -> tuple[float, float]:
+    """Seconds with no context and for each token of it, neither below 0, that are least wrong in share."""
+    context, seconds = (np.array([getattr(each, name) for each in samples], float) for name in ("context", "seconds"))
+    if not seconds.all():
+        return float(np.median(seconds)), 0.0
+    base, slope = np.linalg.lstsq(np.stack((1 / seconds, context / seconds), axis=1), np.ones_like(seconds))[0]
+    if slope < 0:
+        return float(np.median(seconds)), 0.0
+    if base < 0:
+        return 0.0, float(np.median(seconds / context))
+    return float(base), float(slope)

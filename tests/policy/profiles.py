@@ -1,0 +1,71 @@
+"""A machine like an H200 with an 8B target and a 1B draft, and views and outcomes to ask policies with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from faser.policy.base import BatchView, Outcome
+from faser.profile import Curve, Profile, ProfiledCost
+
+MS = 1e-3
+
+
+def curve(rows: tuple[int, ...], milliseconds: tuple[float, ...], per_token: float, is_stepped: bool = False) -> Curve:
+    return Curve(rows, tuple(MS * each for each in milliseconds), (per_token,) * len(rows), is_stepped)
+
+
+H200 = Profile(
+    about={},
+    verify=curve((1, 4, 16, 64, 128, 256, 512), (3.8, 4.05, 4.2, 4.9, 5.6, 7.8, 13.5), 40e-9, is_stepped=True),
+    prompts=curve((512, 4096), (13.5, 100.0), 40e-9),
+    first_draft=curve((1, 4, 16, 64, 128, 256), (0.80, 0.95, 1.01, 1.24, 1.64, 2.20), 8e-9),
+    next_draft=curve((1, 4, 16, 64, 128, 256), (0.70, 0.85, 0.91, 1.14, 1.54, 2.10), 8e-9),
+    catch_up=curve((512, 4096), (1.7, 12.5), 8e-9),
+    host=5e-5,
+)
+SMOOTH = replace(H200, verify=replace(H200.verify, is_stepped=False))  # no graph sizes: every row counts
+
+
+def make_view(
+    size: int,
+    *,
+    profile: Profile | None = H200,
+    limit: object = 32,
+    accepted: object = 0,
+    judged: object = 0,
+    lag: object = 1,
+    num_tokens: object = 200,
+    prefill_rows: int = 0,
+) -> BatchView:
+    """So many requests; numbers hold for all of them, lists for each."""
+
+    def each(value: object) -> np.ndarray:
+        return np.broadcast_to(np.array(value, dtype=np.int64), size).copy()
+
+    return BatchView(
+        slots=np.arange(size),
+        num_tokens=each(num_tokens),
+        lag=each(lag),
+        limit=each(limit),
+        drafted=each(judged),
+        accepted=each(accepted),
+        judged=each(judged),
+        num_output=each(50),
+        remaining=each(100),
+        num_prefill_rows=prefill_rows,
+        num_waiting=0,
+        cost=None if profile is None else ProfiledCost(profile),
+    )
+
+
+def make_outcome(
+    lengths: object, accepted: object, *, seconds: float = 5 * MS, lag: object = 1, prefill_rows: int = 0
+) -> Outcome:
+    drafted = np.atleast_1d(np.array(lengths, dtype=np.int64))
+
+    def each(value: object) -> np.ndarray:
+        return np.broadcast_to(np.array(value, dtype=np.int64), drafted.size).copy()
+
+    return Outcome(np.arange(drafted.size), drafted, each(accepted), each(lag), prefill_rows, seconds)

@@ -1,0 +1,151 @@
+"""What holds for all policies, by name: what they are called, what they answer, and that no output depends on them."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from faser.engine import Engine
+from faser.errors import ConfigError
+from faser.policy import MAX_LENGTH, POLICIES, Fixed, make_policy
+from faser.policy.base import BatchView, Learner, Outcome
+from faser.profile import Profile, ProfiledCost
+from tests.oracle import SEED, World, expected_output, make_request
+from tests.policy.profiles import H200, SMOOTH, make_outcome, make_view
+from tests.test_engine import Ahead, drain
+
+NAMES = [*POLICIES, "fixed:3", "table:2=5/6=1"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_policys_name_makes_the_same_policy(name):
+    policy = make_policy(name)
+    again = make_policy(policy.name)
+    assert type(again) is type(policy)
+    assert again.name == policy.name
+    assert again is not policy
+
+
+def test_the_names_are_those_of_the_policies():
+    assert [make_policy(name).name for name in POLICIES] == [
+        name if name != "table" else "table:64=3/128=1" for name in POLICIES
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["", "warp", "fixed", "fixed:", "fixed:-1", "fixed:1.5", "fixed:²", f"fixed:{MAX_LENGTH + 1}", "off:1",
+             "goodput:3", "ema:", "FASER", "nightjar "]
+)  # fmt: skip
+def test_another_name_is_refused_with_all_that_there_are(name):
+    with pytest.raises(ConfigError) as refused:
+        make_policy(name)
+    said = str(refused.value)
+    assert repr(name) in said
+    assert "fixed:K" in said
+    assert all(each in said for each in POLICIES)
+
+
+def test_a_table_that_is_none_is_refused_with_an_example():
+    with pytest.raises(ConfigError, match="table:64=3/128=1"):
+        make_policy("table:64")
+
+
+@st.composite
+def histories(draw):
+    """Views of a few batches, some steps each, from a seed: requests come, differ and have limits."""
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    sizes = draw(st.lists(st.one_of(st.just(1), st.integers(1, 300)), min_size=1, max_size=4))
+    profile = draw(st.sampled_from([H200, SMOOTH]))
+    return [random_view(random, size, profile) for size in sizes for _ in range(draw(st.integers(1, 4)))], random
+
+
+def random_view(random: np.random.Generator, size: int, profile: Profile) -> BatchView:
+    judged = random.integers(0, 200, size)
+    return make_view(
+        size,
+        profile=profile,
+        limit=0 if random.random() < 0.2 else random.choice([0, 1, 2, 5, 32], size).tolist(),
+        accepted=(judged * random.random(size)).astype(np.int64).tolist(),
+        judged=judged.tolist(),
+        lag=random.choice([0, 1, 2, 300], size).tolist(),
+        num_tokens=random.integers(1, 3000, size).tolist(),
+        prefill_rows=int(random.choice([0, 0, 700])),
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=40, deadline=None)
+@given(history=histories())
+def test_lengths_are_whole_numbers_from_0_to_the_longest_announced(name, history):
+    views, random = history
+    policy = make_policy(name)
+    for view in views:
+        lengths = policy.lengths(view)
+        assert lengths.shape == view.slots.shape
+        assert np.issubdtype(lengths.dtype, np.integer)
+        assert lengths.min() >= 0
+        assert lengths.max() <= policy.max_length <= MAX_LENGTH
+        if isinstance(policy, Learner):
+            drafted = np.minimum(lengths, view.limit)
+            accepted = np.minimum(drafted, random.geometric(0.4, drafted.size) - 1)
+            seconds = float(random.choice([0.0, 1e-6, 5e-3, 10.0]))
+            lag = np.where(drafted > 0, view.lag, 0)
+            policy.learn(Outcome(view.slots, drafted, accepted, lag, view.num_prefill_rows, seconds))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if isinstance(make_policy(name), Learner)])
+def test_a_learner_survives_steps_that_teach_nothing(name):
+    policy = make_policy(name)
+    odd = [
+        make_outcome([], 0),  # nobody
+        make_outcome([0, 0], 0, lag=0),  # nobody drafted
+        make_outcome([0], 0, seconds=0.0),  # in no time
+        make_outcome([MAX_LENGTH] * 3, MAX_LENGTH),  # more than it ever gives
+        make_outcome([2] * 400, 2),  # requests it was never asked about
+        make_outcome([0] * 3, 0, lag=900, prefill_rows=3000),
+    ]
+    for outcome in odd + odd:
+        policy.learn(outcome)
+        assert policy.lengths(make_view(3)).size == 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fresh_policy_knows_nothing_of_another(name):
+    taught, view = make_policy(name), make_view(16)
+    before = make_policy(name).lengths(view).tolist()
+    if isinstance(taught, Learner):
+        for _ in range(200):
+            lengths = taught.lengths(view)
+            taught.learn(make_outcome(lengths.tolist(), 0, seconds=1.0))
+    assert make_policy(name).lengths(view).tolist() == before
+
+
+PROMPTS = {name: [number % 5, 2, number % 3] + [1, 2, 3] * (number % 4) for number, name in enumerate("abcdefghij")}
+
+
+def serve(policy, agreement: float, ahead: bool) -> World:
+    world = World(policy, agreement=agreement, max_running=6, max_batch_tokens=24)
+    cost = ProfiledCost(H200)
+    world.scheduler.cost = cost
+    ticks = count()
+    executor = Ahead(world.executor) if ahead else world.executor
+    engine = Engine(world.scheduler, executor, clock=lambda: 1e-3 * next(ticks), cost=cost)
+    for name, prompt in PROMPTS.items():
+        world.add(make_request(name, prompt, 30, max_draft={"c": 0, "d": 1}.get(name)))
+        world.receive(engine.step())
+    drain(engine, world)
+    return world
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["behind", "ahead"])
+@pytest.mark.parametrize("agreement", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "off"])
+def test_the_output_is_that_of_policy_off(name, agreement, ahead):
+    world, plain = serve(make_policy(name), agreement, ahead), serve(Fixed(0), agreement, ahead)
+    assert world.tokens == plain.tokens
+    assert world.tokens == {each: expected_output(prompt, SEED, 30) for each, prompt in PROMPTS.items()}
+    assert world.target.num_held == 0

@@ -1,0 +1,64 @@
+"""The profiler over the CUDA executor: the graphs that serve are measured, and serve as if they had not been."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from faser.models.transformer import Transformer
+from faser.profile import ProfiledCost
+from faser.runtime.device import Profiling
+from tests.runtime.cuda.test_executor import chosen, make_engine
+from tests.runtime.test_profiler import Costly
+from tests.test_exactness import reference, serve
+from tests.tiny import CONFIGS, make_draft
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    if (request.param == "cpu") == torch.cuda.is_available():
+        pytest.skip("the interpreter serves where there is no CUDA device, and only there")
+    return request.param
+
+
+@pytest.fixture
+def profiling(device, tmp_path, monkeypatch):
+    """Nothing is kept, and an interpreter is given no time, which leaves the steps no profile can do without."""
+    from faser.runtime.cuda.device import CudaDevice
+
+    monkeypatch.setenv("FASER_CACHE", str(tmp_path))
+    how = replace(CudaDevice.profiling, seconds=2.0)
+    if device == "cpu":
+        how = replace(how, seconds=0.0, most_context=24, most_prompt_rows=12)
+    monkeypatch.setattr(CudaDevice, "profiling", how)
+    return how
+
+
+@pytest.mark.parametrize(("kind", "ahead"), [("model", True), ("model", False), ("ngram", False)])
+def test_requests_get_the_same_tokens_after_profiling(device, profiling: Profiling, kind, ahead):
+    if device == "cpu" and not ahead:
+        pytest.skip("an interpreter takes long, and does the same")
+    config = replace(CONFIGS["llama3"], head_dim=16, num_layers=1 if device == "cpu" else 3)
+    target = Transformer.random(config, 0, std=0.3)
+    requests = chosen(target, device)
+    engine = make_engine(device, target, make_draft(target) if kind == "model" else "ngram", Costly(), ahead=ahead)
+    assert isinstance(engine.cost, ProfiledCost)
+    outcome = serve(engine, requests, {request.id: i for i, request in enumerate(requests)})
+    assert outcome.tokens == reference(target, requests).tokens
+
+
+@pytest.mark.gpu
+def test_the_profile_of_a_gpu_has_a_point_for_every_graph(profiling: Profiling):
+    target = Transformer.random(replace(CONFIGS["llama3"], head_dim=16), 0, std=0.3)
+    profile = make_engine("cuda", target, make_draft(target), Costly(), ahead=True).cost.profile
+    graphs = profiling.graph_rows
+    assert profile.verify.rows == tuple(size for size in graphs if size <= 24)
+    assert profile.first_draft.rows == profile.next_draft.rows == tuple(size for size in graphs if size <= 6)
+    assert min(profile.verify.seconds) > 0
+    assert min(profile.first_draft.seconds) > 0
+    assert profile.verify.is_stepped
+    assert not profile.prompts.is_stepped

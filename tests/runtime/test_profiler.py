@@ -1,0 +1,473 @@
+"""The profiler on machines that are known: one that takes simulated seconds, and tiny models that must not notice.
+
+No test here measures time. What a simulated machine takes is a profile's own prediction, so that profiling it must
+give that profile back.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from faser.bench import command as bench_command
+from faser.cli import main
+from faser.config import EngineOptions
+from faser.cost import StepCost
+from faser.errors import ConfigError
+from faser.policy import BatchView, Fixed
+from faser.profile import NOTHING, Curve, Profile, ProfiledCost
+from faser.runtime import build, saved_profiles
+from faser.runtime.build import build_engine, load_pair
+from faser.runtime.device import Profiling
+from faser.runtime.profiler import HELD_OUT, Sample, Subject, fit_line, make_curve, measure
+from faser.scheduler import Limits
+from faser.types import IntArray, StepPlan, StepResult
+from tests.bench.simulated import Time
+from tests.test_exactness import assert_equal, make_engine, make_requests, reference, serve
+from tests.tiny import make_draft, make_model
+
+MS, NS = 1e-3, 1e-9
+LOOK = 0.03 * MS  # at a draft, between two of its tokens
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+GPU = Profiling(12.0, SIZES, most_rows=1024, most_context=2**18, most_prompt_rows=4096)
+LIMITS = Limits(32, 2048, 4096, 4096)
+CPU = Profiling(6.0, (), most_rows=64, most_context=4096, most_prompt_rows=128)
+
+
+def line(rows: tuple[int, ...], base: float, slope: float, per_token: float, is_stepped: bool) -> Curve:
+    seconds = tuple(base + slope * each for each in rows)
+    return Curve(rows, seconds, (per_token,) * len(rows), is_stepped)
+
+
+def machine(how: Profiling) -> Profile:
+    """Milliseconds like an H200's. Where no graphs run, all rows of a model cost alike."""
+    stepped = bool(how.graph_rows)
+    rows = how.graph_rows or (1, 512)
+    behind = 2.0 if stepped else 1.0
+    return Profile(
+        about={},
+        verify=line(rows, 4 * MS, 0.02 * MS, 27 * NS, stepped),
+        prompts=line((1, 4096), 4 * MS * behind, 0.02 * MS, 27 * NS, False),
+        first_draft=line(rows, 0.8 * MS, 0.005 * MS, 7 * NS, stepped),
+        next_draft=line(rows, 0.7 * MS, 0.004 * MS, 7 * NS, stepped),
+        catch_up=line((1, 4096), 0.8 * MS * behind, 0.005 * MS / 1.5, 7 * NS, False),
+        host=0.1 * MS,
+    )
+
+
+class Simulated:
+    """Takes the seconds of a profile, and holds every plan against the limits."""
+
+    def __init__(self, profile: Profile, limits: Limits, num_pages: int, page_size: int, slowness: float = 1.0) -> None:
+        self.cost = ProfiledCost(profile)
+        self.time = Time()
+        self.limits = limits
+        self.num_pages, self.page_size, self.slowness = num_pages, page_size, slowness
+        self.taken: set[int] = set()  # slots
+        self.plans: list[StepPlan] = []
+        self.tables = np.full((2, limits.max_running, -(-limits.max_model_len // page_size)), -1)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.check(plan)
+        parts = self.cost.parts(plan)
+        if plan.stopping is not None:
+            assert plan.stopping.watch(np.arange(plan.slots.size)).goes_on([1e-9] * plan.slots.size)
+            parts = replace(parts, draft=parts.draft + (int(plan.lengths.max()) - 1) * LOOK)
+        seconds = replace(parts, draft=self.slowness * parts.draft, verify=self.slowness * parts.verify)
+        self.time.pass_by(seconds.draft + seconds.verify + self.cost.host)
+        self.plans.append(plan)
+        emitted = int(plan.samples.sum())
+        return StepResult(
+            plan.lengths, plan.lengths, np.zeros_like(plan.lengths), np.zeros(emitted, dtype=np.int64), seconds=seconds
+        )
+
+    def check(self, plan: StepPlan) -> None:
+        limits, ends = self.limits, plan.num_tokens + plan.lengths
+        self.taken |= {new.slot for new in plan.admitted}
+        self.taken -= set(plan.released)
+        for table, writes in zip(self.tables, (plan.target_pages, plan.draft_pages), strict=True):
+            assert ((writes.pages >= 0) & (writes.pages < self.num_pages)).all()
+            table[writes.slots, writes.columns] = writes.pages
+        assert plan.slots.size <= limits.max_running
+        assert (plan.num_rows + plan.lengths).sum() <= limits.max_batch_tokens
+        assert plan.draft_rows.sum() <= limits.max_batch_tokens
+        assert (plan.num_rows >= 1).all()
+        assert (plan.start >= 0).all()
+        assert (plan.draft_start >= 0).all()
+        assert ends.max() < limits.max_model_len
+        if limits.draft_max_len is not None:
+            assert ends[plan.lengths > 0].max(initial=0) <= limits.draft_max_len + 1
+        self.check_pages(plan, ends)
+
+    def check_pages(self, plan: StepPlan, ends: IntArray) -> None:
+        counts = -(-ends // self.page_size)
+        held = [self.tables[0, slot, :count] for slot, count in zip(plan.slots, counts, strict=True)]
+        pages = np.concatenate(held)
+        assert (pages >= 0).all()
+        assert len(set(pages.tolist())) == min(pages.size, self.num_pages), "requests share pages that need not"
+
+    def close(self) -> None: ...
+
+
+class SimulatedAhead(Simulated):
+    """Runs a step when it is submitted."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.results: deque[StepResult] = deque()
+        self.most = 0
+
+    def submit(self, plan: StepPlan) -> None:
+        self.results.append(self.execute(plan))
+        self.most = max(self.most, len(self.results))
+
+    def collect(self) -> StepResult:
+        return self.results.popleft()
+
+    def may_run_ahead(self, plan: StepPlan) -> bool:
+        return True
+
+    def discard(self) -> None:
+        self.results.clear()
+
+
+def make_subject(how=GPU, limits=LIMITS, kind=Simulated, num_pages=20_000, **others) -> Subject:
+    executor = kind(machine(how), limits, num_pages, 16)
+    given = {"speculates": True, "has_draft_model": True, "usual_length": 4, **others}
+    return Subject(
+        executor=executor, limits=limits, num_pages=num_pages, page_size=16, vocab_size=100, how=how, **given
+    )
+
+
+def profile_of(subject: Subject, seconds: float | None = None, update=lambda done, total: None) -> Profile:
+    return measure(subject, {"hardware": "simulated"}, seconds, update, subject.executor.time.now)
+
+
+def assert_same(found: Curve, right: Curve, rows, context=(0, 2000)) -> None:
+    for each in context:
+        np.testing.assert_allclose(found(np.array(rows), each), right(np.array(rows), each), rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [Simulated, SimulatedAhead])
+def test_profiling_a_machine_with_graphs_gives_the_machine(kind):
+    subject = make_subject(kind=kind)
+    found, right = profile_of(subject), machine(GPU)
+    assert found.verify.rows == SIZES
+    assert found.verify.is_stepped
+    assert_same(found.verify, right.verify, range(1, 129))
+    assert found.first_draft.rows == found.next_draft.rows == tuple(size for size in SIZES if size <= 32)
+    assert_same(found.first_draft, right.first_draft, range(1, 33))
+    assert_same(found.next_draft, right.next_draft, range(1, 33))
+    assert not found.prompts.is_stepped
+    assert_same(found.prompts, right.prompts, range(64, 2049, 64))
+    assert_same(found.catch_up, right.catch_up, range(64, 2049, 64))
+    assert found.stop_seconds == pytest.approx(LOOK, rel=0.01)
+    assert found.about == {"hardware": "simulated"}
+    assert set(found.errors) == {"verify", "draft", "verify_worst", "draft_worst"}
+    assert max(found.errors.values()) < 1e-3
+    if kind is Simulated:
+        assert found.host == pytest.approx(0.1 * MS, rel=0.01)
+    else:
+        assert subject.executor.most == 2, "no step was submitted while another ran"
+
+
+def test_profiling_a_machine_without_graphs_gives_the_machine():
+    found, right = profile_of(make_subject(CPU, Limits(16, 512, 2048, 2048))), machine(CPU)
+    assert not any(curve.is_stepped for curve in (found.verify, found.first_draft, found.next_draft))
+    assert_same(found.verify, right.verify, range(1, 65))
+    assert_same(found.next_draft, right.next_draft, range(1, 17))
+    assert_same(found.prompts, right.prompts, range(1, 512))
+    assert found.errors["verify"] < 1e-3
+    assert found.errors["draft"] < 0.02  # a request has one or two rows there, and counts as one and a half
+
+
+def test_the_slots_are_given_back_and_progress_reaches_its_end():
+    told = []
+    subject = make_subject()
+    profile_of(subject, update=lambda done, total: told.append((done, total)))
+    assert subject.executor.taken == set()
+    assert subject.executor.plans[-1].released == tuple(range(32))
+    done, total = zip(*told, strict=True)
+    assert list(done) == sorted(done)
+    assert done[-1] == total[-1]
+
+
+@pytest.mark.parametrize("how", [GPU, CPU])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        Limits(1, 1, 2), Limits(1, 1, 4096, 4096), Limits(1, 2048, 4096, 4096), Limits(6, 7, 64, 64),
+        Limits(7, 64, 3, 3), Limits(5, 64, 8, 4), Limits(64, 64, 8192, 8192), Limits(100, 4096, 40, 20),
+        Limits(3, 5, 9, 9),
+    ],
+)  # fmt: skip
+def test_any_limits_are_kept_to(how, limits):
+    profile_of(make_subject(how, limits))
+    profile_of(make_subject(how, limits), seconds=0)
+
+
+def test_a_small_pool_is_shared():
+    subject = make_subject(num_pages=5)
+    assert max(profile_of(subject).errors.values()) < 1e-3
+
+
+def test_without_time_there_is_a_profile_and_few_steps():
+    subject = make_subject()
+    found = profile_of(subject, seconds=0)
+    assert len(subject.executor.plans) < 15
+    assert found.errors == {}
+    assert found.verify.rows == SIZES
+    assert found.first_draft.rows[-1] == 32
+    # of one context only: what that costs is taken to be the rows'
+    right = machine(GPU).verify
+    np.testing.assert_allclose(found.verify(np.array([1, 128]), 0), right(np.array([1, 128]), 0), rtol=0.05)
+
+
+def test_a_slow_machine_is_profiled_in_about_the_time_there_is():
+    subject = make_subject()
+    slow = subject.executor
+    slow.slowness = 10.0
+    before = slow.time.now()
+    found = profile_of(subject, seconds=3.0)
+    assert slow.time.now() - before < 5.0  # by its own clock
+    assert float(found.verify(1, 0)) == pytest.approx(10 * float(machine(GPU).verify(1, 0)), rel=0.05)
+
+
+@pytest.mark.parametrize("speculates", [True, False])
+def test_without_a_draft_model_drafting_costs_nothing(speculates):
+    subject = make_subject(has_draft_model=False, speculates=speculates, limits=Limits(32, 2048, 4096))
+    found = profile_of(subject)
+    assert found.first_draft == found.next_draft == found.catch_up == NOTHING
+    assert found.stop_seconds is None
+    assert any(plan.lengths.any() for plan in subject.executor.plans) == speculates
+    assert_same(found.verify, machine(GPU).verify, range(1, 33))
+    assert "draft" not in found.errors
+
+
+def test_held_out_batches_are_ragged():
+    subject = make_subject()
+    profile_of(subject)
+    ragged = {tuple(plan.lengths.tolist()) for plan in subject.executor.plans if len(set(plan.lengths.tolist())) > 3}
+    assert len(ragged) > HELD_OUT / 3
+
+
+@pytest.mark.parametrize(
+    ("samples", "right"),
+    [
+        ([(100, 2.0), (300, 4.0)], (1.0, 0.01)),
+        ([(100, 2.0), (300, 1.0)], (1.5, 0.0)),  # noise: more context is never faster
+        ([(100, 1.0), (300, 5.0)], (0.0, (1 / 100 + 5 / 300) / 2)),
+        ([(100, 0.0), (300, 0.0)], (0.0, 0.0)),
+    ],
+)
+def test_a_line_is_never_below_nothing(samples, right):
+    assert fit_line([Sample(1, *each) for each in samples]) == pytest.approx(right)
+
+
+def test_rows_seen_with_one_context_borrow_what_context_costs():
+    found = make_curve([Sample(1, 100, 2.0), Sample(1, 300, 4.0), Sample(8, 100, 5.0), Sample(4, 1000, 3.0)])
+    assert (found.rows, found.seconds) == ((1, 4, 8), pytest.approx((1.0, 0.0, 4.0)))
+    assert found.per_token == pytest.approx((0.01, 0.01, 0.01))
+    assert make_curve([Sample(1, 100, 2.0), Sample(1, 100, 4.0)]) == Curve((1,), (3.0,), (0.0,))
+
+
+# ---- real executors ----
+
+
+class Costly:
+    """Drafts three tokens, and is only asked by who knows what they cost."""
+
+    name = "costly"
+    needs_cost = True
+    max_length = 3
+
+    def lengths(self, view: BatchView) -> IntArray:
+        assert view.cost is not None
+        assert float(view.cost.verify(view.num_requests, 100)) >= 0  # an interpreter measures nothing
+        return np.full(view.num_requests, 3, dtype=np.int64)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = make_model()
+    return target, make_draft(target)
+
+
+@pytest.mark.parametrize("kind", ["model", "ngram"])
+def test_requests_get_the_same_tokens_after_profiling(pair, kind, cache):
+    target, draft = pair
+    requests = make_requests(target.config)
+    right = reference(target, requests)
+    engine = make_engine(target, draft if kind == "model" else "ngram", Costly())
+    assert isinstance(engine.cost, ProfiledCost)
+    assert_equal(serve(engine, requests), right)
+    plain = serve(make_engine(target, draft if kind == "model" else "ngram", Fixed(3)), requests)
+    assert plain.tokens == right.tokens
+
+
+def stub(monkeypatch) -> list[Subject]:
+    """Measuring takes no time, and is counted."""
+    measured: list[Subject] = []
+
+    def fake(subject, about, seconds, update):
+        measured.append(subject)
+        return replace(machine(CPU), about=about, errors={"verify": 0.1, "verify_worst": 0.1})
+
+    monkeypatch.setattr(build, "measure", fake)
+    return measured
+
+
+def test_a_policy_that_asks_for_costs_gets_a_profile_that_is_kept(pair, cache, monkeypatch, caplog):
+    measured = stub(monkeypatch)
+    with caplog.at_level(logging.INFO, "faser.engine"):
+        engine = make_engine(*pair, Costly())
+        assert engine.cost is engine.scheduler.cost
+        assert "profiled in" in caplog.text
+        (path,) = (cache / "profiles").iterdir()
+        assert Profile.load(path).about["max_running"] == 8
+        again = make_engine(*pair, Costly())
+    assert again.cost.profile == engine.cost.profile
+    assert len(measured) == 1
+    assert "earlier start: verify 10.0 % off" in caplog.text
+
+
+def test_a_policy_that_does_not_ask_costs_no_time(pair, cache, monkeypatch):
+    monkeypatch.setattr(build, "measure", lambda *_: pytest.fail("measured for nobody"))
+    engine = make_engine(*pair, Fixed(3))
+    assert isinstance(engine.cost, StepCost)
+    assert engine.scheduler.cost is None
+    assert not cache.exists()
+
+
+def test_other_sizes_and_other_models_have_profiles_of_their_own(pair, cache, monkeypatch):
+    measured = stub(monkeypatch)
+    target, draft = pair
+    for _ in range(2):
+        make_engine(target, draft, Costly())
+        make_engine(target, draft, Costly(), max_running=4)
+        make_engine(target, "ngram", Costly())
+        make_engine(make_model("qwen3"), "ngram", Costly())
+    assert len(measured) == len(list((cache / "profiles").iterdir())) == 4
+
+
+@pytest.mark.parametrize("content", ["{", json.dumps(replace(machine(CPU), about={"hardware": "an abacus"}).to_dict())])
+def test_a_broken_or_foreign_file_is_measured_again_with_a_warning(pair, cache, monkeypatch, caplog, content):
+    measured = stub(monkeypatch)
+    make_engine(*pair, Costly())
+    (path,) = (cache / "profiles").iterdir()
+    path.write_text(content)
+    make_engine(*pair, Costly())
+    assert len(measured) == 2
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "abacus" in caplog.text or "cannot be read" in caplog.text
+    make_engine(*pair, Costly())
+    assert len(measured) == 2, "the new one was not kept"
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning(pair, tmp_path, monkeypatch, caplog):
+    measured = stub(monkeypatch)
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("FASER_CACHE", str(tmp_path / "file"))
+    assert isinstance(make_engine(*pair, Costly()).cost, ProfiledCost)
+    assert len(measured) == 1
+    assert "cannot be kept" in caplog.text
+
+
+@pytest.mark.parametrize("errors", [{"verify": 0.9}, {"verify": 0.1, "draft": 0.9}, {}])
+def test_a_profile_of_a_busy_machine_is_used_and_not_kept(pair, cache, monkeypatch, caplog, errors):
+    noisy = replace(machine(CPU), errors=errors)
+    monkeypatch.setattr(build, "measure", lambda subject, about, *_: replace(noisy, about=about))
+    assert make_engine(*pair, Costly()).cost.profile.errors == noisy.errors
+    assert not cache.exists()
+    assert "too busy" in caplog.text
+
+
+def test_folders_of_the_cache(monkeypatch, tmp_path):
+    for name in ("FASER_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert saved_profiles.path_of({}).parent == tmp_path / ".cache" / "faser" / "profiles"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert saved_profiles.path_of({}).parent == tmp_path / "xdg" / "faser" / "profiles"
+    monkeypatch.setenv("FASER_CACHE", str(tmp_path / "own"))
+    assert saved_profiles.path_of({}).parent == tmp_path / "own" / "profiles"
+
+
+def test_a_given_profile_is_used_as_it_is(pair, cache, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(build, "measure", lambda *_: pytest.fail("measured what was given"))
+    path = tmp_path / "given.json"
+    replace(machine(CPU), about={"hardware": "an abacus"}).save(path)
+    for policy in (Costly(), Fixed(2)):
+        assert make_engine(*pair, policy, profile=str(path)).cost.profile.about == {"hardware": "an abacus"}
+    assert "an abacus" in caplog.text
+    assert not cache.exists()
+
+
+def test_a_given_profile_that_is_none_is_refused_before_anything_is_loaded(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read as a profile"):
+        load_pair("no/such/model", None, EngineOptions(profile=str(tmp_path / "nowhere.json")))
+
+
+# ---- the commands ----
+
+
+@pytest.fixture
+def model(folder):
+    return ["--model", str(folder), "--max-model-len", "64", "--device", "cpu", "--max-running", "4"]
+
+
+def test_the_command_prints_tables_and_one_line_and_keeps_the_profile(model, folder, cache, capsys):
+    assert main(["profile", *model, "--draft", str(folder), "--budget", "1"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    found = Profile.from_dict(json.loads(last))
+    assert any(line.startswith("verification, by rows") for line in lines)
+    assert any("µs per 1,000 tokens" in line for line in lines)
+    assert any("on batches it was not made from: " in line for line in lines)
+    (path,) = (cache / "profiles").iterdir()
+    assert Profile.load(path) == found
+    assert any(line.endswith(f"kept in {path}") for line in lines)
+    options = EngineOptions(policy=Costly(), device="cpu", max_model_len=64, max_running=4)
+    loaded = load_pair(str(folder), str(folder), options)
+    assert build_engine(loaded.target, loaded.draft, options).cost.profile == found
+
+
+def test_the_command_says_plainly_when_predictions_are_off(model, folder, cache, capsys, monkeypatch):
+    stub(monkeypatch)
+    assert main(["profile", *model, "--draft", "ngram", "--out", str(cache / "here" / "p.json")]) == 0
+    out = capsys.readouterr().out
+    assert "verify: above the 7.5 % aimed at" in out
+    assert "first drafted token" in out
+    assert Profile.load(cache / "here" / "p.json").errors["verify"] == 0.1
+    assert not (cache / "profiles").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"), [(["--budget", "0"], "seconds above 0"), (["--out", "/dev/null/x"], "cannot be written")]
+)
+def test_what_cannot_work_is_refused(model, monkeypatch, capsys, wrong, says):
+    stub(monkeypatch)
+    assert main(["profile", *model, *wrong]) == 1
+    assert says in capsys.readouterr().err
+
+
+def test_bench_profiles_for_any_of_its_policies(model, cache, monkeypatch, capsys):
+    measured = stub(monkeypatch)
+    asking = {"costly": Costly(), "off": Fixed(0)}
+    monkeypatch.setattr(bench_command, "make_policy", asking.__getitem__)
+    monkeypatch.setattr("faser.config.make_policy", asking.__getitem__)
+    monkeypatch.setattr("faser.bench.play.make_policy", asking.__getitem__)
+    traffic = ["--arrivals", "poisson:60", "--duration", "0.1", "--prompt-len", "8", "--output-len", "4"]
+    assert main(["bench", *model, "--draft", "ngram", "--policies", "off,costly", *traffic]) == 0
+    assert len(measured) == 1
+    assert [run["system"] for run in json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]] == ["off", "costly"]

@@ -1,0 +1,236 @@
+"""What a profile predicts, how it is kept, and how it follows the machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from faser.errors import ConfigError
+from faser.pages import NO_WRITES
+from faser.profile import (
+    FADING,
+    LEAST_FACTOR,
+    MOST_FACTOR,
+    NOTHING,
+    VERSION,
+    Curve,
+    Profile,
+    ProfiledCost,
+    work_of,
+)
+from faser.types import StepPlan, StepSeconds
+
+MS, US = 1e-3, 1e-6
+SMOOTH = Curve((1, 4, 10), (1.0, 4.0, 16.0), (0.0, 0.0, 0.3))
+STEPPED = replace(SMOOTH, is_stepped=True)
+
+GPU = Profile(
+    about={"hardware": "a GPU"},
+    verify=Curve((1, 4, 16), (4 * MS, 5 * MS, 8 * MS), (1 * US, 1 * US, 2 * US), is_stepped=True),
+    prompts=Curve((16, 64), (10 * MS, 34 * MS), (2 * US, 2 * US)),
+    first_draft=Curve((1, 2, 4), (1.0 * MS, 1.1 * MS, 1.2 * MS), (0.0, 0.0, 0.0), is_stepped=True),
+    next_draft=Curve((1, 2, 4), (0.7 * MS, 0.8 * MS, 0.9 * MS), (0.1 * US,) * 3, is_stepped=True),
+    catch_up=Curve((8, 64), (2 * MS, 9 * MS), (0.0, 0.0)),
+    host=0.5 * MS,
+    errors={"verify": 0.02, "verify_worst": 0.05},
+)
+
+
+def make_plan(num_tokens, lengths, num_rows=1, draft_rows=1, cut=0) -> StepPlan:
+    """Requests by their context and drafts; of the last, `cut` prompt tokens are left for another step."""
+
+    def each(value) -> np.ndarray:
+        return np.broadcast_to(np.array(value, dtype=np.int64), len(num_tokens)).copy()
+
+    tokens, rows, drafted = each(num_tokens), each(num_rows), each(draft_rows) * (each(lengths) > 0)
+    start = tokens - rows
+    start[-1] -= cut
+    return StepPlan(
+        (), (), np.arange(tokens.size), tokens, start, rows, each(lengths), tokens - drafted, drafted,
+        np.zeros(tokens.size, dtype=bool), NO_WRITES, NO_WRITES,
+    )  # fmt: skip
+
+
+# ---- curves ----
+
+
+@pytest.mark.parametrize(
+    ("rows", "seconds"), [(0, 0.0), (1, 1.0), (2, 2.0), (4, 4.0), (7, 10.0), (10, 16.0), (12, 20.0)]
+)
+def test_between_measured_rows_a_curve_is_straight_and_beyond_them_its_last_rise_goes_on(rows, seconds):
+    assert float(SMOOTH(rows, 0)) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("rows", "seconds"), [(0, 0.0), (1, 1.0), (2, 4.0), (4, 4.0), (5, 16.0), (10, 16.0)])
+def test_rows_between_two_graphs_cost_what_the_larger_does(rows, seconds):
+    assert float(STEPPED(rows, 0)) == pytest.approx(seconds)
+
+
+def test_context_costs_by_the_token_and_arrays_keep_their_shape():
+    assert SMOOTH(np.array([0, 4, 7, 10]), 100) == pytest.approx([0.0, 4.0, 10.0 + 15, 16.0 + 30])
+    assert SMOOTH(np.array([10, 10]), np.array([0, 10])) == pytest.approx([16.0, 19.0])
+    assert SMOOTH(np.ones((2, 3), dtype=np.int64), 0).shape == (2, 3)
+
+
+def test_what_does_not_exist_takes_no_time():
+    assert float(NOTHING(5, 1000)) == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ((), (), ()),
+        ((1, 2), (1.0,), (0.0,)),
+        ((2, 1), (1.0, 1.0), (0.0, 0.0)),
+        ((1, 1), (1.0, 1.0), (0.0, 0.0)),
+        ((0, 1), (1.0, 1.0), (0.0, 0.0)),
+        ((1,), (-1.0,), (0.0,)),
+        ((1,), (float("nan"),), (0.0,)),
+        ((1,), (1.0,), (float("inf"),)),
+    ],
+)
+def test_a_curve_that_is_none_is_refused(wrong):
+    with pytest.raises(ConfigError, match="curve"):
+        Curve(*wrong)
+
+
+# ---- keeping ----
+
+
+def test_a_saved_profile_comes_back_as_it_was(tmp_path):
+    path = tmp_path / "some" / "where" / "p.json"
+    GPU.save(path)
+    assert Profile.load(path) == GPU
+    assert [each.name for each in path.parent.iterdir()] == ["p.json"]
+
+
+def test_errors_are_told_in_a_line():
+    assert GPU.accuracy == "verify 2.0 % off (worst 5.0 %)"
+    assert "not measured" in replace(GPU, errors={}).accuracy
+
+
+def without(name):
+    return {key: value for key, value in GPU.to_dict().items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("no JSON", "cannot be read"),
+        ("[]", "version None"),
+        ("{}", "version None"),
+        (json.dumps({**GPU.to_dict(), "version": VERSION + 1}), f"expected {VERSION}"),
+        (json.dumps(without("catch_up")), "catch_up"),
+        (json.dumps({**GPU.to_dict(), "verify": [1]}), "TypeError"),
+        (json.dumps({**GPU.to_dict(), "errors": [0.1]}), "AttributeError"),
+        (json.dumps({**GPU.to_dict(), "host": "long"}), "long"),
+    ],
+)
+def test_a_file_that_is_no_profile_is_refused_by_name(tmp_path, content, says):
+    path = tmp_path / "broken.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=says) as refused:
+        Profile.load(path)
+    assert str(path) in str(refused.value)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere"):
+        Profile.load(tmp_path / "nowhere.json")
+
+
+# ---- predictions ----
+
+
+def test_a_step_without_drafts_is_a_verification_and_the_host():
+    plan = make_plan([100, 200, 300], 0)
+    cost = ProfiledCost(GPU)
+    assert cost.predict(plan) == pytest.approx(5 * MS + 600 * US + 0.5 * MS)  # three rows run as four
+    assert cost.parts(plan) == StepSeconds(0.0, pytest.approx(5 * MS + 600 * US))
+
+
+def test_ragged_drafts_are_counted_token_by_token():
+    plan = make_plan([100, 200, 300], [3, 0, 2], draft_rows=[1, 1, 2])
+    parts = ProfiledCost(GPU).parts(plan)
+    # two requests draft a first token, both a second, and the first alone a third
+    assert parts.draft == pytest.approx(1.1 * MS + (0.8 * MS + 40 * US) + (0.7 * MS + 10 * US))
+    assert parts.verify == pytest.approx(8 * MS + 1200 * US)  # eight rows run as sixteen
+
+
+def test_a_draft_that_fell_behind_costs_by_rows():
+    plan = make_plan([100, 200], 1, draft_rows=[1, 63])
+    assert work_of(plan).catch_up_rows == 64
+    assert ProfiledCost(GPU).parts(plan).draft == pytest.approx(9 * MS)
+
+
+def test_prompts_make_a_step_cost_by_all_of_its_rows():
+    plan = make_plan([100, 60], 0, num_rows=[1, 39], cut=10)
+    assert work_of(plan)[:3] == (1, 39, 150)  # what lies behind the chunk is not read
+    assert ProfiledCost(GPU).parts(plan).verify == pytest.approx(22 * MS + 300 * US)
+
+
+def test_more_rows_than_graphs_have_cost_what_prompts_do():
+    plan = make_plan([10, 10, 10, 10], 15)
+    assert ProfiledCost(GPU).parts(plan).verify == pytest.approx(34 * MS + 80 * US)
+
+
+def test_lookup_costs_only_what_is_verified():
+    profile = replace(GPU, first_draft=NOTHING, next_draft=NOTHING, catch_up=NOTHING)
+    assert ProfiledCost(profile).parts(make_plan([10], 3, draft_rows=0)) == StepSeconds(0.0, 5 * MS + 10 * US)
+
+
+def test_policies_may_ask_for_many_numbers_at_once():
+    cost = ProfiledCost(GPU)
+    assert cost.verify(np.array([1, 5, 40]), 0) == pytest.approx([4 * MS, 8 * MS, 22 * MS])
+    assert cost.verify(np.array([1, 5]), 0, prompt_rows=39) == pytest.approx([22 * MS, 24 * MS])
+    assert cost.first_draft(np.array([1, 3]), 0) == pytest.approx([1.0 * MS, 1.2 * MS])
+    assert float(cost.first_draft(3, 0, rows=64)) == pytest.approx(9 * MS)
+    assert cost.row_sizes.tolist() == [1, 4, 16]
+    assert ProfiledCost(replace(GPU, verify=SMOOTH)).row_sizes.size == 0
+
+
+# ---- corrections ----
+
+
+def run(cost: ProfiledCost, plan: StepPlan, factor: float, host: float, steps: int) -> None:
+    """A machine that is so many times slower than the profile says."""
+    parts = ProfiledCost(cost.profile).parts(plan)
+    spent = StepSeconds(factor * parts.draft, factor * parts.verify)
+    for _ in range(steps):
+        cost.learn(plan, spent, spent.draft + spent.verify + host)
+
+
+def test_predictions_follow_a_machine_twice_as_slow():
+    cost, plan = ProfiledCost(GPU), make_plan([100, 200], 2)
+    fresh = ProfiledCost(GPU).parts(plan)
+    run(cost, plan, 2.0, 3 * MS, 300)
+    assert cost.factors == pytest.approx((2.0, 2.0), rel=0.01)
+    assert cost.host == pytest.approx(3 * MS, rel=0.01)
+    assert cost.predict(plan) == pytest.approx(2 * (fresh.draft + fresh.verify) + 3 * MS, rel=0.01)
+    assert float(cost.verify(1, 0)) == pytest.approx(8 * MS, rel=0.01)
+    assert float(cost.next_draft(1, 0)) == pytest.approx(1.4 * MS, rel=0.01)
+
+
+@pytest.mark.parametrize(("factor", "most"), [(100.0, MOST_FACTOR), (0.01, LEAST_FACTOR)])
+def test_corrections_are_bounded(factor, most):
+    cost = ProfiledCost(GPU)
+    run(cost, make_plan([100], 2), factor, 0.0, 500)
+    assert cost.factors == (most, most)
+
+
+def test_one_long_pause_hardly_counts():
+    cost, plan = ProfiledCost(GPU), make_plan([100], 0)
+    parts = cost.parts(plan)
+    before = cost.predict(plan)
+    cost.learn(plan, parts, 10.0)
+    assert before < cost.predict(plan) < before * (1 + 1.1 * (1 - FADING))
+
+
+def test_a_step_whose_parts_were_not_measured_teaches_nothing():
+    cost, plan = ProfiledCost(GPU), make_plan([100], 2)
+    cost.learn(plan, StepSeconds(), 1.0)
+    assert cost.factors == (1.0, 1.0)
+    assert cost.host == GPU.host
