@@ -1,0 +1,1 @@
+"""The simulator: the real engine, scheduler and policies over a profile instead of a GPU."""

@@ -1,0 +1,165 @@
+"""The simulated side of the seam: plans take the seconds of a profile and are judged by an oracle.
+
+Knows lengths, positions and time. Knows no tokens: those it hands out are all zero. Steps run back to back on a device
+of their own, as on a GPU: one that is submitted while another runs begins when that one ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from faser.policy import MAX_LENGTH
+from faser.policy.stopping import Stopping, WatchedPlan
+from faser.profile import ProfiledCost
+from faser.scheduler import Limits
+from faser.sim.clock import VirtualTime
+from faser.sim.oracle import Oracle
+from faser.types import Admission, FloatArray, IntArray, StepPlan, StepResult, StepSeconds
+
+Watch = Callable[[StepPlan, StepResult], None]  # sees every step
+
+
+def no_noise() -> float:
+    return 1.0
+
+
+class Noise:
+    """Steps that take longer at times and less at others: a factor, the mean of which is 1."""
+
+    def __init__(self, spread: float, seed: int) -> None:
+        self._spread = spread
+        self._random = np.random.default_rng([seed, 3])
+
+    def __call__(self) -> float:
+        return float(self._random.lognormal(-(self._spread**2) / 2, self._spread))
+
+
+class SimExecutor:
+    """An `AsyncExecutor`. With `runs_ahead` the engine plans the next step while one runs, as it does on a GPU.
+
+    `cost` is its own, which nothing corrects. A request is known to the oracle by its seed, which is its index in the
+    workload.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        cost: ProfiledCost,
+        oracle: Oracle,
+        time: VirtualTime,
+        *,
+        runs_ahead: bool = True,
+        noise: Callable[[], float] = no_noise,
+        watch: Watch | None = None,
+    ) -> None:
+        self._cost = cost
+        self._oracle = oracle
+        self._time = time
+        self._runs_ahead = runs_ahead
+        self._noise = noise
+        self._watch = watch
+        self._flights: deque[tuple[float, StepResult]] = deque()  # when each ends
+        self._free_at = 0.0  # when the device is done with all of them
+        # one more position: a step planned ahead may sample behind the end of a request that has ended
+        self._runs: IntArray = np.zeros((limits.max_running, limits.max_model_len + 1), dtype=np.int64)
+        self._requests: IntArray = np.zeros(limits.max_running, dtype=np.int64)  # by slot
+        self._num_prompt: IntArray = np.zeros(limits.max_running, dtype=np.int64)
+        self._refused: IntArray = np.zeros(limits.max_running, dtype=np.int64)  # drafts of the slot's latest step
+        self._nothing: IntArray = np.zeros(limits.max_running, dtype=np.int64)
+        self._tokens: IntArray = np.zeros(limits.max_running * (MAX_LENGTH + 1), dtype=np.int64)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.submit(plan)
+        return self.collect()
+
+    def submit(self, plan: StepPlan) -> None:
+        result = self._result(plan)
+        spent = result.seconds
+        started = max(self._time.now(), self._free_at)
+        self._free_at = started + spent.draft + spent.verify + self._cost.host
+        self._flights.append((self._free_at, result))
+
+    def collect(self) -> StepResult:
+        """Time goes on to the end of the step."""
+        ended, result = self._flights.popleft()
+        self._time.reach(ended)
+        return result
+
+    def may_run_ahead(self, plan: StepPlan) -> bool:
+        return self._runs_ahead
+
+    def discard(self) -> None:
+        self._flights.clear()
+
+    def close(self) -> None: ...
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        for new in plan.admitted:
+            self._admit(new)
+        plan, planned = self._settled(plan), plan.lengths
+        confidence, num_looks = None, 0
+        if plan.stopping is not None:
+            drafted, confidence, num_looks = self._draft(plan, plan.stopping)
+            plan = replace(plan, lengths=drafted)
+        accepted = self._judge(plan)
+        self._refused[plan.slots] = planned - accepted
+        result = StepResult(
+            num_drafted=plan.lengths,
+            num_verified=plan.lengths,
+            num_accepted=accepted,
+            token_ids=self._tokens[: int(accepted.sum()) + int(np.count_nonzero(plan.samples))],
+            seconds=self._seconds(plan, num_looks),
+            confidence=confidence,
+        )
+        if self._watch is not None:
+            self._watch(plan, result)
+        return result
+
+    def _admit(self, new: Admission) -> None:
+        size = new.params.max_tokens
+        self._runs[new.slot, :size] = self._oracle.runs(new.seed, size)
+        self._requests[new.slot] = new.seed
+        self._num_prompt[new.slot] = new.num_prompt
+
+    def _settled(self, plan: StepPlan) -> StepPlan:
+        """As it stands now that the step before is judged. Rows are not: graphs run those the host counted on."""
+        if not plan.unsettled.any():
+            return plan
+        refused = np.where(plan.unsettled, self._refused[plan.slots], 0)
+        return replace(plan, num_tokens=plan.num_tokens - refused, start=plan.start - refused)
+
+    def _judge(self, plan: StepPlan) -> IntArray:
+        """How many drafts of each request are accepted."""
+        slots, lengths = plan.slots, plan.lengths
+        if not lengths.any():
+            return self._nothing[: slots.size]
+        accepted: IntArray = np.minimum(lengths, self._runs[slots, plan.num_tokens - self._num_prompt[slots]])
+        return accepted
+
+    def _draft(self, plan: StepPlan, stopping: Stopping) -> tuple[IntArray, FloatArray, int]:
+        """Token by token, as long as the plan's rule says so.
+
+        Returns how many each request has, how sure it is of them, and how often they were looked at.
+        """
+        lengths, depth = plan.lengths, stopping.rates.shape[1]
+        confidence: FloatArray = np.full((lengths.size, depth), np.nan)
+        for i in np.flatnonzero(lengths).tolist():
+            first, size = int(plan.num_tokens[i] - self._num_prompt[plan.slots[i]]), int(lengths[i])
+            confidence[i, :size] = self._oracle.confidence(int(self._requests[plan.slots[i]]), first, size)
+        num_looks, watch = 0, WatchedPlan(stopping, lengths)
+        for done in range(1, int(lengths.max(initial=0))):
+            num_looks += 1
+            if not watch.goes_on(confidence, done):
+                lengths = np.minimum(lengths, done)
+                break
+        confidence[np.arange(depth) >= lengths[:, None]] = np.nan
+        return lengths, confidence, num_looks
+
+    def _seconds(self, plan: StepPlan, num_looks: int) -> StepSeconds:
+        seconds, factor = self._cost.parts(plan), self._noise()
+        looks = num_looks * (self._cost.stop_seconds or 0.0)
+        return StepSeconds(factor * (seconds.draft + looks), factor * seconds.verify)

@@ -1,0 +1,228 @@
+"""How fast one replica is under a policy, by the number of requests on it: measured in the exact simulator.
+
+Closed loops over the workload's own lengths give, at every size of the batch, what a step takes, how many tokens it
+brings, and what prompts add to it. A cluster of a thousand replicas is then simulated with these tables (fluid.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from faser.bench.play import never, play
+from faser.bench.records import Item, Workload
+from faser.errors import ConfigError
+from faser.profile import ProfiledCost
+from faser.sim.oracle import Acceptance
+from faser.sim.replica import Machine, make_replica
+from faser.types import FloatArray, StepPlan, StepResult
+
+WARM_REQUESTS = 8  # that end, beside as many as are open, before anything counts
+LEAST_REQUESTS = 24  # that end while it counts, or ROUNDS for each that is open
+ROUNDS = 2
+LEAST_STEPS = 8  # without prompts; where there are fewer, all count for how requests decode
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Tables by the number of requests that decode, 0 to the most: [most + 1]."""
+
+    step: FloatArray  # seconds of a step without prompts
+    gain: FloatArray  # tokens that each of the requests gets in it
+    prompt_step: FloatArray  # seconds of a step with prompts, without their rows
+    prompt_row: FloatArray  # seconds more for each of these
+    late_row: FloatArray  # and of drafts that catch up with it in a later step
+    prompt_gain: FloatArray  # tokens that each request that decodes gets in such a step
+    prompt_width: FloatArray  # and rows it takes, its drafts among them
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What one step of a closed loop did."""
+
+    decoding: int  # requests
+    tokens: int  # they got
+    rows: int  # they took
+    prompt_rows: int
+    seconds: float  # of what they did
+    extra: float  # of prompts, and of drafts that catch up with them
+
+
+class _Watcher:
+    """Takes steps apart as they run: what they would have been without prompts, and the rest."""
+
+    def __init__(self, cost: ProfiledCost) -> None:
+        self._cost = cost
+        self.steps: list[_Step] = []
+
+    def __call__(self, plan: StepPlan, result: StepResult) -> None:
+        decodes = plan.samples & (plan.num_rows == 1)
+        alone = _only(plan, decodes)
+        extra = self._cost.predict(plan) - (self._cost.predict(alone) if alone.slots.size else 0.0)
+        spent = result.seconds.draft + result.seconds.verify + self._cost.host
+        count, drafted = int(np.count_nonzero(decodes)), int(plan.lengths.sum())
+        self.steps.append(
+            _Step(
+                decoding=count,
+                tokens=count + int(result.num_accepted.sum()),
+                rows=count + drafted,
+                prompt_rows=int(plan.num_rows.sum()) - count,
+                seconds=spent - extra,
+                extra=extra,
+            )
+        )
+
+
+def _only(plan: StepPlan, chosen: NDArray[np.bool_]) -> StepPlan:
+    """These requests alone, as if the drafts of all had kept up."""
+    names = ("slots", "num_tokens", "start", "num_rows", "lengths", "draft_start", "draft_rows", "unsettled")
+    alone = replace(plan, **{name: getattr(plan, name)[chosen] for name in names})
+    return replace(alone, draft_rows=np.minimum(alone.draft_rows, 1))
+
+
+def measure_pace(
+    machine: Machine,
+    policy: str,
+    workload: Workload,
+    acceptance: Acceptance,
+    seed: int,
+    stopped: Callable[[], bool] = never,
+) -> Pace | None:
+    """Over the workload's requests in an order drawn by the seed. None if `stopped` ends it."""
+    loops = _Loops(machine, policy, workload, acceptance, seed, stopped)
+    points = []
+    for size in sizes_up_to(machine.max_running):
+        steps = loops.steps_of(size)
+        if stopped():
+            return None
+        if not steps:
+            raise ConfigError("no request of the workload fits a replica: raise --max-model-len or --kv-tokens")
+        points.append(_point(steps))
+    return _tables(points, machine.max_running)
+
+
+def sizes_up_to(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, … and the most."""
+    doubled = [2**power for power in range(most.bit_length())]
+    between = [3 * 2**power for power in range(most.bit_length())]
+    return sorted({size for size in (*doubled, *between) if size < most} | {most})
+
+
+@dataclass(frozen=True)
+class _Loops:
+    """Closed loops of one machine under one policy."""
+
+    machine: Machine
+    policy: str
+    workload: Workload
+    acceptance: Acceptance
+    seed: int
+    stopped: Callable[[], bool]
+
+    def steps_of(self, size: int) -> list[_Step]:
+        """With `size` requests open: from when the loop has settled until before it runs dry."""
+        warm = size + WARM_REQUESTS
+        enough = warm + max(LEAST_REQUESTS, ROUNDS * size)
+        items = self._drawn(enough + size)
+        oracle = self.acceptance.oracle([item.category for item in items], self.seed)
+        watcher = _Watcher(ProfiledCost(self.machine.profile))
+        replica = make_replica(self.machine, self.policy, oracle, self.seed, watcher)
+        ended, started = 0, 0
+
+        def update(count: int) -> None:
+            nonlocal ended, started
+            ended = count
+            if ended < warm:
+                started = len(watcher.steps)
+
+        loop, clock = Workload(items, concurrency=size), replica.time.clock
+        play(
+            replica.engine,
+            loop,
+            self.policy,
+            clock=clock,
+            stopped=lambda: ended >= enough or self.stopped(),
+            update=update,
+        )
+        return watcher.steps[started:] or watcher.steps
+
+    def _drawn(self, number: int) -> tuple[Item, ...]:
+        """The same ones first, whatever the number."""
+        order = np.random.default_rng([self.seed, 4]).permutation(len(self.workload.items))
+        return tuple(self.workload.items[i] for i in np.resize(order, number).tolist())
+
+
+@dataclass(frozen=True)
+class _Point:
+    """What a loop says of one size: means over its steps. `at` is the number of requests that decoded in them."""
+
+    at: float
+    step: float
+    gain: float
+    prompt_at: float
+    prompt_step: float
+    prompt_row: float
+    late_row: float
+    prompt_gain: float
+    prompt_width: float
+
+
+def _point(steps: Sequence[_Step]) -> _Point:
+    plain = [step for step in steps if step.decoding and not step.prompt_rows]
+    if len(plain) < LEAST_STEPS:
+        plain = [step for step in steps if step.decoding] or list(steps)
+    mixed = [step for step in steps if step.prompt_rows]
+    base, row = _fitted(mixed)
+    rows = sum(step.prompt_rows for step in mixed)
+    late = sum(step.extra for step in steps if not step.prompt_rows)  # of drafts that catch up with prompts
+    return _Point(
+        at=_mean(plain, "decoding"),
+        step=_mean(plain, "seconds"),
+        gain=_per_request(plain, "tokens"),
+        prompt_at=_mean(mixed, "decoding"),
+        prompt_step=_mean(mixed, "seconds") + base,
+        prompt_row=row,
+        late_row=late / max(1, rows),
+        prompt_gain=_per_request(mixed, "tokens"),
+        prompt_width=_per_request(mixed, "rows"),
+    )
+
+
+def _mean(steps: Sequence[_Step], name: str) -> float:
+    return float(sum(getattr(step, name) for step in steps) / max(1, len(steps)))
+
+
+def _per_request(steps: Sequence[_Step], name: str) -> float:
+    decoding = sum(step.decoding for step in steps)
+    return float(sum(getattr(step, name) for step in steps) / decoding) if decoding else 1.0
+
+
+def _fitted(mixed: Sequence[_Step]) -> tuple[float, float]:
+    """Seconds that prompts add to a step, whatever their rows, and for each of these."""
+    rows = np.array([step.prompt_rows for step in mixed], dtype=np.float64)
+    extra = np.array([step.extra for step in mixed])
+    if not rows.size:
+        return 0.0, 0.0
+    (base, row), *_ = np.linalg.lstsq(np.stack([np.ones_like(rows), rows], axis=1), extra, rcond=None)
+    return (float(base), float(row)) if base >= 0 and row >= 0 else (0.0, float(extra.sum() / rows.sum()))
+
+
+def _tables(points: Sequence[_Point], most: int) -> Pace:
+    def table(at: str, name: str) -> FloatArray:
+        known = sorted((getattr(point, at), getattr(point, name)) for point in points)
+        xs, ys = zip(*known, strict=True)
+        values: FloatArray = np.interp(np.arange(most + 1), xs, ys)
+        return values
+
+    return Pace(
+        step=table("at", "step"),
+        gain=table("at", "gain"),
+        prompt_step=table("prompt_at", "prompt_step"),
+        prompt_row=table("prompt_at", "prompt_row"),
+        late_row=table("prompt_at", "late_row"),
+        prompt_gain=table("prompt_at", "prompt_gain"),
+        prompt_width=table("prompt_at", "prompt_width"),
+    )

@@ -1,0 +1,119 @@
+"""A simulated machine: the real engine and scheduler over a profile.
+
+Knows how the parts are put together. What is asked of it comes as a `Machine`, the same for every replica and policy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from faser.engine import Engine
+from faser.errors import ConfigError, RequestTooLong
+from faser.pages import PagePool
+from faser.policy import Policy, make_policy
+from faser.profile import Profile, ProfiledCost
+from faser.scheduler import Limits
+from faser.sim.clock import VirtualTime
+from faser.sim.executor import Noise, SimExecutor, Watch, no_noise
+from faser.sim.oracle import Oracle
+from faser.sim.quiet import QuietScheduler
+from faser.types import StepPlan, StepSeconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One GPU and what runs on it."""
+
+    profile: Profile
+    max_running: int = 256
+    max_batch_tokens: int = 4096
+    max_model_len: int = 4096
+    kv_tokens: int | None = None  # of each pool; None: as many as can ever be asked for
+    page_size: int = 16
+    runs_ahead: bool = True  # the next step is planned while one runs
+    noise: float = 0.0  # standard deviation of a step's seconds, as a share of them
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "max_batch_tokens", "max_model_len", "kv_tokens", "page_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{_option(name)} {value}: expected an integer of at least 1")
+        if self.max_running > self.max_batch_tokens:
+            raise ConfigError(
+                f"--max-running {self.max_running} exceeds --max-batch-tokens {self.max_batch_tokens}: every running "
+                "request needs a row; raise the second or lower the first"
+            )
+        if not 0 <= self.noise < 1:
+            raise ConfigError(f"--noise {self.noise:g}: expected a share, from 0 to below 1")
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.max_running, self.max_batch_tokens, self.max_model_len)
+
+    @property
+    def num_pages(self) -> int:
+        """Of each pool."""
+        most = self.max_running * -(-self.max_model_len // self.page_size)
+        return most if self.kv_tokens is None else min(most, max(1, self.kv_tokens // self.page_size))
+
+    def check_size(self, num_prompt: int, num_output: int) -> None:
+        """Raises RequestTooLong for a request that can never be served, as the scheduler does."""
+        total, most = num_prompt + num_output, min(self.max_model_len, self.num_pages * self.page_size)
+        if total > most:
+            raise RequestTooLong(f"{num_prompt} prompt tokens + {num_output} = {total}, but a replica takes {most}")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Replica:
+    """An engine with a time of its own."""
+
+    engine: Engine
+    time: VirtualTime
+
+
+class _SilentCost(ProfiledCost):
+    """For policies that go by no cost: nobody looks at what the engine predicts, so nothing is spent on it."""
+
+    def predict(self, plan: StepPlan) -> float:
+        return 0.0
+
+    def learn(self, plan: StepPlan, spent: StepSeconds, seconds: float) -> None: ...
+
+
+def make_replica(machine: Machine, policy: str, oracle: Oracle, seed: int = 0, watch: Watch | None = None) -> Replica:
+    """Empty, at second 0, under a policy that has learned nothing yet. `seed` is of the noise alone."""
+    chosen, limits, time = make_policy(policy), machine.limits, VirtualTime()
+    goes_by_cost = getattr(chosen, "needs_cost", False)
+    cost = ProfiledCost(machine.profile) if goes_by_cost else _SilentCost(machine.profile)
+    executor = SimExecutor(
+        limits,
+        ProfiledCost(machine.profile),
+        oracle,
+        time,
+        runs_ahead=machine.runs_ahead,
+        noise=Noise(machine.noise, seed) if machine.noise else no_noise,
+        watch=watch,
+    )
+    scheduler = QuietScheduler(
+        limits,
+        chosen,
+        _pool(machine),
+        _pool(machine),
+        speculates=_speculates(chosen),
+        prefix_caching=False,
+        cost=cost if goes_by_cost else None,
+    )
+    return Replica(Engine(scheduler, executor, time.now, cost), time)
+
+
+def _pool(machine: Machine) -> PagePool:
+    return PagePool(machine.num_pages, machine.page_size, machine.max_running, machine.max_model_len, caching=False)
+
+
+def _speculates(policy: Policy) -> bool:
+    """A policy that never drafts need not be asked."""
+    return getattr(policy, "max_length", 1) > 0

@@ -1,0 +1,219 @@
+"""Virtual time and outcomes: what can be worked out by hand comes out exactly."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from faser.bench.play import play
+from faser.bench.prompts import Blank
+from faser.bench.records import Item, Workload
+from faser.engine import AsyncExecutor, Engine
+from faser.pages import PagePool
+from faser.policy import BatchView, make_policy
+from faser.policy.stopping import Stopping
+from faser.profile import ProfiledCost
+from faser.scheduler import Scheduler
+from faser.sim.clock import VirtualTime
+from faser.sim.executor import Noise, SimExecutor
+from faser.sim.oracle import Draw, Replay
+from faser.sim.replica import make_replica
+from faser.types import Request, SamplingParams
+from tests.sim.toy import PROFILE, TOY, Known, make_workload, simulate
+
+HOST = 0.0005
+
+
+def one(arrival=0.0, prompt=4, output=3):
+    return Item(arrival, Blank(prompt), output)
+
+
+def test_time_passes_only_when_told_and_never_stands_still():
+    time = VirtualTime()
+    time.sleep(0.25)
+    time.reach(0.2)
+    assert time.now() == 0.25
+    time.sleep(0.0)
+    assert 0.25 < time.now() < 0.25 + 1e-12
+
+
+def test_a_request_takes_the_sum_of_its_steps():
+    run, replica = simulate(Workload((one(arrival=1.0),)), "off", Known([1]))
+    (record,) = run.records
+    prompt, decode = 0.010 + 4 * 0.002 + HOST, 0.009 + HOST
+    assert record.first == pytest.approx(1.0 + prompt, abs=1e-12)
+    assert record.end == pytest.approx(1.0 + prompt + 2 * decode, abs=1e-12)
+    assert run.phases["idle"] == pytest.approx(1.0)
+    assert run.phases["host"] == pytest.approx(3 * HOST)
+    assert replica.engine.stats.verify_seconds == pytest.approx(0.018 + 2 * 0.009)
+
+
+@pytest.mark.parametrize("runs_ahead", [True, False])
+def test_drafts_are_paid_for_as_they_run(runs_ahead):
+    # 1 token from the prompt, 3 from a step that catches up, 3 from one that has kept up: 7
+    run, replica = simulate(Workload((one(output=7),)), "fixed:2", Known([1]), runs_ahead=runs_ahead)
+    (record,) = run.records
+    prompt = 0.010 + 4 * 0.002 + HOST
+    first = (0.005 + 5 * 0.001) + 0.002 + 0.008 + 3 * 0.001 + HOST
+    second = 0.003 + 0.002 + 0.008 + 3 * 0.001 + HOST
+    assert record.end == pytest.approx(prompt + first + second, abs=1e-12)
+    assert (record.drafted, record.accepted, record.steps) == (4, 4, 3)
+    assert replica.engine.stats.draft_seconds == pytest.approx(0.012 + 0.005)
+
+
+def test_steps_run_back_to_back_on_the_device():
+    """A step that is submitted while one runs begins when that one ends."""
+    time = VirtualTime()
+    executor = SimExecutor(TOY.limits, ProfiledCost(PROFILE), Known([1]), time)
+    assert isinstance(executor, AsyncExecutor)
+    engine = make_replica(TOY, "off", Known([1])).engine
+    for index in range(2):
+        engine.add(request(index))
+    plans = [engine.scheduler.plan()]
+    engine.scheduler.advance()
+    plans.append(engine.scheduler.plan())
+    for plan in plans:
+        executor.submit(plan)
+    assert time.now() == 0
+    executor.collect()
+    first = time.now()
+    executor.collect()
+    assert first == pytest.approx(0.010 + 8 * 0.002 + HOST)
+    assert time.now() - first == pytest.approx(0.010 + HOST)
+
+
+def request(index, prompt=4, output=3):
+    params = SamplingParams(max_tokens=output)
+    return Request(id=str(index), prompt_token_ids=Blank(prompt), params=params, seed=index)
+
+
+def test_what_is_planned_ahead_admits_a_request_a_step_later():
+    items = (one(output=40), one(arrival=0.1, output=2))
+    late, _ = simulate(Workload(items), "off", Known([1]))
+    soon, _ = simulate(Workload(items), "off", Known([1]), runs_ahead=False)
+    assert late.records[1].first - soon.records[1].first == pytest.approx(0.009 + HOST)
+
+
+@pytest.mark.parametrize("policy", ["off", "fixed:3"])
+@pytest.mark.parametrize("runs_ahead", [True, False])
+@pytest.mark.parametrize("concurrency", [None, 5])
+def test_every_request_ends_with_all_its_tokens(policy, runs_ahead, concurrency):
+    workload = make_workload(60, rate=30.0, concurrency=concurrency)
+    run, replica = simulate(workload, policy, Known([1, 1, 0, 1, 0]), runs_ahead=runs_ahead)
+    assert [record.num_tokens for record in run.records] == [item.max_tokens for item in workload.items]
+    assert not any(record.error for record in run.records)
+    assert sum(run.phases.values()) == pytest.approx(replica.time.now())
+    assert not replica.engine.has_work
+    replica.engine.scheduler.check()
+
+
+def test_the_accepted_number_is_the_run_of_agreements_from_the_position_on():
+    # positions      0  1  2  3  4  5  6  7  8
+    agreement = Known([0, 1, 1, 0, 0, 1, 1, 1, 1])
+    run, _ = simulate(Workload((one(output=9),)), "fixed:2", agreement, runs_ahead=False)
+    (record,) = run.records
+    # the prompt brings 0; a step at 1 accepts 1, 2 and brings 3; at 4 nothing; at 5 it accepts 5, 6 and brings 7; at 8
+    # there is one token to come, so nothing is drafted
+    assert (record.steps, record.accepted, record.drafted) == (5, 4, 6)
+    assert record.lengths == (2, 0, 3)
+
+
+class Witness:
+    """Sees what became of every draft: by request and output position, its length and what was accepted."""
+
+    def __init__(self):
+        self.slots, self.seen = {}, {}
+
+    def __call__(self, plan, result):
+        self.slots.update({new.slot: new for new in plan.admitted})
+        for slot, context, length, accepted in zip(
+            plan.slots.tolist(), plan.num_tokens.tolist(), plan.lengths.tolist(), result.num_accepted, strict=True
+        ):
+            if length:
+                self.seen[self.slots[slot].seed, context - self.slots[slot].num_prompt] = (length, int(accepted))
+
+
+@pytest.mark.parametrize("acceptance", [Draw(0.7, 0.15), Replay.shipped()])
+@pytest.mark.parametrize("policy", ["fixed:1", "fixed:4"])
+@pytest.mark.parametrize(("concurrency", "runs_ahead"), [(1, True), (7, True), (7, False)])
+def test_outcomes_depend_neither_on_the_policy_nor_on_the_batch(acceptance, policy, concurrency, runs_ahead):
+    workload, witness = make_workload(30, concurrency=concurrency), Witness()
+    oracle = acceptance.oracle([item.category for item in workload.items], seed=5)
+    replica = make_replica(replace(TOY, runs_ahead=runs_ahead), policy, oracle, watch=witness)
+    play(replica.engine, workload, policy, clock=replica.time.clock)
+    assert len(witness.seen) > 100
+    for (index, position), (length, accepted) in witness.seen.items():
+        alone = oracle.runs(index, workload.items[index].max_tokens)
+        if position < alone.size:  # else it had ended, and nobody knew
+            assert accepted == min(length, alone[position])
+
+
+@pytest.mark.parametrize("policy", ["off", "fixed:3"])
+def test_a_small_pool_preempts_and_nobody_is_lost(policy):
+    workload = make_workload(24, concurrency=8, prompt=20, output=40)
+    oracle = Draw(0.7).oracle([item.category for item in workload.items], 0)
+    whole, _ = simulate(workload, policy, oracle)
+    tight, replica = simulate(workload, policy, oracle, kv_tokens=160)
+    assert replica.engine.scheduler.num_preemptions > 0
+    assert [record.num_tokens for record in tight.records] == [item.max_tokens for item in workload.items]
+    assert tight.seconds > whole.seconds
+    replica.engine.scheduler.check()
+
+
+def test_a_request_beyond_the_pool_is_lost_with_a_reason():
+    run, _ = simulate(Workload((one(prompt=40, output=40), one())), "off", Known([1]), kv_tokens=64)
+    assert "KV pool" in run.records[0].error
+    assert run.records[1].error is None
+
+
+@pytest.mark.parametrize("policy", ["off", "fixed:3"])
+@pytest.mark.parametrize("concurrency", [None, 6])
+def test_a_quiet_scheduler_says_less_and_does_the_same(policy, concurrency):
+    workload = make_workload(50, rate=40.0, concurrency=concurrency)
+    oracle = Draw(0.7).oracle([item.category for item in workload.items], 0)
+    quiet, replica = simulate(workload, policy, oracle)
+    time = VirtualTime()
+    pools = [PagePool(TOY.num_pages, 8, TOY.max_running, TOY.max_model_len, caching=False) for _ in range(2)]
+    scheduler = Scheduler(TOY.limits, make_policy(policy), *pools, speculates=True, prefix_caching=False)
+    engine = Engine(scheduler, SimExecutor(TOY.limits, ProfiledCost(PROFILE), oracle, time), time.now)
+    plain = play(engine, workload, policy, clock=time.clock)
+    assert quiet == plain
+    assert engine.stats.emitted == replica.engine.stats.emitted
+
+
+class Sure:
+    """Gives length 4 and stops as soon as the draft is not sure."""
+
+    name = "sure"
+    max_length = 4
+
+    def lengths(self, view: BatchView):
+        self.size = view.num_requests
+        return np.full(view.num_requests, 4)
+
+    def stopping(self):
+        return Stopping(np.ones((self.size, 5)), np.full(5, 0.5), 1.0, (0.0, 1.0))
+
+
+@pytest.mark.parametrize("runs_ahead", [True, False])
+def test_drafts_stop_by_the_rule_of_the_plan(runs_ahead):
+    oracle = Known([1], sure=[0.9, 0.9, 0.2, 0.9, 0.9, 0.9, 0.2])
+    workload = make_workload(12, concurrency=1)
+    replica = make_replica(replace(TOY, runs_ahead=runs_ahead), "fixed:4", oracle)
+    replica.engine.scheduler.policy = Sure()
+    run = play(replica.engine, workload, "sure", clock=replica.time.clock)
+    assert [record.num_tokens for record in run.records] == [item.max_tokens for item in workload.items]
+    stats = replica.engine.stats
+    assert stats.accepted == stats.drafted  # all agree, and what was not drafted was not refused
+    assert stats.lengths[2] > 0
+    assert stats.lengths[3] > 0
+    replica.engine.scheduler.check()
+
+
+def test_noise_is_around_one_and_of_its_seed():
+    noise, same, other = Noise(0.1, 1), Noise(0.1, 1), Noise(0.1, 2)
+    drawn = [noise() for _ in range(4000)]
+    assert drawn == [same() for _ in range(4000)]
+    assert drawn[0] != other()
+    assert np.mean(drawn) == pytest.approx(1, abs=0.01)
+    assert np.std(drawn) == pytest.approx(0.1, rel=0.1)
