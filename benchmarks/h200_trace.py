@@ -277,13 +277,20 @@ def play_faser(runs: FaserRuns, systems: Sequence[PolicySystem]) -> None:
 
 
 def load_faser(args: argparse.Namespace) -> Loaded:
-    """With the graphs of the longest drafts; those of others are captured when first asked for."""
+    """With the graphs of the longest drafts; those of others are captured when first asked for.
+
+    And with a profile, where any policy goes by one.
+    """
     from faser.bench.systems import load_engine
     from faser.config import EngineOptions
     from faser.policy import make_policy
 
+    def asks_most(name: str) -> tuple[bool, int]:
+        policy = make_policy(name)
+        return getattr(policy, "needs_cost", False), getattr(policy, "max_length", 0)
+
     options = EngineOptions(
-        policy=max(args.policies, key=lambda name: getattr(make_policy(name), "max_length", 0)),
+        policy=max(args.policies, key=asks_most),
         device=args.device,
         max_running=args.max_running,
         max_model_len=args.max_model_len,
