@@ -1,0 +1,63 @@
+"""What benchmarks/h200_policies.py plays and says; speed itself is measured elsewhere."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks import h200_policies
+from benchmarks.ablation import LADDER, Ablated
+from faser.bench.document import FIGURES, Document, RunDocument
+from faser.profile import ProfiledCost
+from tests.policy.profiles import H200, make_view
+
+
+def test_it_all_runs_on_tiny_models(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    given = ["--tiny", "--device", "cpu", "--folder", str(tmp_path), "--policies", "off,fixed:1,faser"]
+    assert h200_policies.main(given) == 0
+    line = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    played = {(run["system"], run["concurrency"]) for run in line["runs"]}
+    policies = {(name, size) for name in ("off", "fixed:1", "faser") for size in (1, 2)}
+    assert played == policies | {(name, 2) for name in LADDER}
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"results.json", "profile.json", "report.html"}
+
+
+def run(system: str, size: int, throughput: float) -> RunDocument:
+    summary = {**dict.fromkeys(FIGURES, 0.0), "output_tokens_per_s": throughput}
+    return RunDocument(system, system, None, size, 0, False, summary)
+
+
+def test_the_standing_is_against_the_best_of_the_others_and_every_single_length():
+    speeds = {"off": (100, 1000), "fixed:1": (150, 900), "fixed:2": (200, 800), "faser": (210, 990), "+ off": (999, 0)}
+    runs = tuple(
+        run(name, size, speed) for name, both in speeds.items() for size, speed in zip((1, 64), both, strict=True)
+    )
+    said = h200_policies.standing(Document((), "", {}, {}, runs, ())).splitlines()
+    assert said[1].split() == ["1", "210", "fixed:2", "200", "1.050", "2.100", "1.050"]
+    assert said[2].split() == ["64", "990", "off", "1000", "0.990", "0.990", "1.100"]
+    assert "faser over fixed:2      on average  1.144, least  1.050" in said
+    assert not any("+ off" in line for line in said)
+
+
+def test_what_is_taken_out_of_faser_is_out():
+    uneven = make_view(8, accepted=[2] * 4 + [190] * 4, judged=200)
+    wide = Ablated("batch-wide", LADDER["batch-wide"]).lengths(uneven)
+    assert np.unique(wide).size == 1
+    assert wide[0] > 0
+    each = Ablated("+ ragged", LADDER["+ ragged"]).lengths(uneven)
+    assert (each[4:] > each[:4]).all()
+    hopeless = make_view(8, accepted=2, judged=200)
+    assert Ablated("+ ragged", LADDER["+ ragged"]).lengths(hopeless).tolist() == [1] * 8, "it may not be off"
+    assert not Ablated("+ off", LADDER["+ off"]).lengths(hopeless).any()
+
+
+@pytest.mark.parametrize(("name", "looks"), [("+ ragged", False), ("+ confidence", True)])
+def test_confidence_is_looked_at_only_where_it_is_part_of_it(name, looks):
+    view = make_view(1, accepted=190, judged=200)
+    policy = Ablated(name, LADDER[name])
+    policy.lengths(replace(view, cost=ProfiledCost(replace(H200, stop_seconds=0.0))))
+    assert (policy.stopping() is not None) == looks
