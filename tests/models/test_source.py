@@ -4,25 +4,45 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
 from faser import LLM, SamplingParams
+from faser.bench.play import take_policy
 from faser.chat import ChatTemplate
 from faser.errors import ConfigError, ModelError
 from faser.models import draft as patches
 from faser.models import gguf, source
+from faser.policy import POLICIES, make_policy
 from tests.models.reference import SIZES, save_hf
+from tests.policy.profiles import H200
 
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 PROMPTS = [
     CHAT.format(text) for text in ("What is the capital of France?", "Count from one to ten.", "Write a short poem.")
 ]
 
+MIXED = [
+    SamplingParams(max_tokens=24),
+    SamplingParams(max_tokens=24, temperature=0.8, top_p=0.95, seed=1),
+    SamplingParams(max_tokens=24, temperature=1.0, seed=2, presence_penalty=0.5),
+]
+
 
 @pytest.fixture(scope="module")
 def default_pair():
-    with LLM(max_model_len=512) as llm:
+    """With a length, for whether speculation pays is for each machine to say."""
+    with LLM(max_model_len=512, policy="fixed:2") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def adaptive_pair(tmp_path_factory):
+    """On a machine that is an H200 as far as policies know: there it pays."""
+    path = tmp_path_factory.mktemp("profile") / "h200.json"
+    replace(H200, stop_seconds=0.0).save(path)
+    with LLM(max_model_len=512, profile=str(path)) as llm:
         yield llm
 
 
@@ -35,17 +55,29 @@ def test_naming_no_model_serves_the_default_pair_and_its_draft_is_of_use(default
 
 
 def test_the_default_pair_writes_what_its_target_writes_alone(default_pair):
-    params = [
-        SamplingParams(max_tokens=24),
-        SamplingParams(max_tokens=24, temperature=0.8, top_p=0.95, seed=1),
-        SamplingParams(max_tokens=24, temperature=1.0, seed=2, presence_penalty=0.5),
-    ]
     with LLM(policy="off", max_model_len=512) as plain:
-        right = plain.generate(PROMPTS, params)
+        right = plain.generate(PROMPTS, MIXED)
         assert plain.stats.drafted == 0
-    outputs = default_pair.generate(PROMPTS, params)
+    outputs = default_pair.generate(PROMPTS, MIXED)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in right]
     assert [output.text for output in outputs] == [output.text for output in right]
+
+
+@pytest.fixture(scope="module")
+def right(adaptive_pair):
+    assert adaptive_pair._engine.scheduler.policy.name == "faser", "the default with a draft"
+    take_policy(adaptive_pair._engine, make_policy("off"))
+    return [output.token_ids for output in adaptive_pair.generate(PROMPTS, MIXED)]
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "off"])
+def test_the_default_pair_writes_the_same_under_every_policy(adaptive_pair, right, policy):
+    """In one batch, and one by one, where drafts are looked at."""
+    take_policy(adaptive_pair._engine, make_policy(policy))
+    before = adaptive_pair.stats.drafted
+    assert [output.token_ids for output in adaptive_pair.generate(PROMPTS, MIXED)] == right
+    assert adaptive_pair.stats.drafted > before
+    assert adaptive_pair.generate(PROMPTS[:1], MIXED[0])[0].token_ids == right[0]
 
 
 def test_both_shipped_drafts_fit_the_default_target_and_stay_within_30_megabytes():
