@@ -10,14 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from faser.policy.acceptance import Acceptance, Calibration
-from faser.policy.base import BatchView, Outcome
+from faser.policy.base import MOST_LENGTH, BatchView, Outcome
 from faser.policy.stopping import Stopping
-from faser.profile import Cost
+from faser.profile import KEPT_UP, Cost
 from faser.types import FloatArray, IntArray
 
-DEPTH = 7  # the longest draft: with the token before it eight rows, for which there are graphs
+DEPTH = MOST_LENGTH
 MOST_SLOTS = 512  # in one step; where so many rows are verified, every row costs its full share
-KEPT_UP = 2  # rows of context a draft has to compute that missed no step
 TYPICAL_REST = 128  # tokens a request goes on for, as far as anybody knows, and as many again as it has put out
 LOOK_GAIN = 0.1  # of the step of a single request, by replay (docs/lab.md); of several as much for all of them
 MOST_LOOKED_AT = 4  # requests: drafts that are looked at end together, and of more there is always one that looks good
@@ -36,12 +35,11 @@ class Adaptive:
     and number of slots the expected tokens and the seconds of the step are known; drafting is priced as it runs, each
     position with the requests that reach it. The fastest step has the most tokens per second. From that follows what a
     token is worth: the seconds it saves later, its share of such a step; or only the row it saves, where prompts fill
-    every step. Drafts must be worth more than they cost. A request whose draft fell behind joins only
-    if what it gains until it ends, as far as that can be guessed, exceeds its catch-up, or, where nobody drafts yet,
-    if all together soon gain more than theirs; so nobody flutters. If nothing
-    is worth it all lengths are 0 and the draft does not run. Where so few decode that a look at the draft's confidence
-    between two of its tokens pays, lengths are as long as they may be, and drafts stop where another token would not be
-    worth its cost.
+    every step. Drafts must be worth more than they cost. A request whose draft fell behind joins only if what it gains
+    until it ends, as far as that can be guessed, exceeds its catch-up, or, where nobody drafts yet, if all together
+    soon gain more than theirs; so nobody flutters. If nothing is worth it all lengths are 0 and the draft does not run.
+    Where so few decode that a look at the draft's confidence between two of its tokens pays, lengths are as long as
+    they may be, and drafts stop where another token would not be worth its cost.
     """
 
     name = "faser"
