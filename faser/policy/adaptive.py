@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +72,8 @@ class Adaptive:
         assert view.cost is not None
         survival = self._acceptance.rates_of(view).cumprod(axis=1)
         survival[np.arange(DEPTH) >= view.limit[:, None]] = 0.0
+        if self._can_never_pay(view, view.cost, float(survival.max())):
+            return none
         steps = _Steps(view, view.cost, survival)
         fastest = steps.fastest()
         if fastest is None:
@@ -87,7 +88,7 @@ class Adaptive:
                 steps, fastest = others, without
         if fastest is None:
             return none
-        price = self._price(steps, fastest)
+        price = self._price(view, view.cost, fastest.seconds_per_token)
         chosen = steps.best(lambda gain, seconds: price * gain - seconds, view.num_prefill_rows)
         if chosen is None:
             return none
@@ -103,14 +104,22 @@ class Adaptive:
         seconds = cost.next_draft(size, context) + np.diff(rows) + stop_seconds
         return Stopping(self._looked_at.rates_of(view), seconds, price, self._calibration.weights)
 
-    def _price(self, steps: _Steps, fastest: _Choice) -> float:
-        """Seconds a token is worth.
+    def _price(self, view: BatchView, cost: Cost, share: float) -> float:
+        """Seconds a token is worth, where `share` is its part of a step without prompts.
 
         There are as many steps with prompts as there are prompts; what a token saves, wherever it comes, is its share
         of a step without. Only where hardly any such step is left does it save no more than a row.
         """
-        share, row = fastest.seconds_per_token, steps.row_beside_prompts
+        row = _row_beside_prompts(view, cost)
         return row + (share - row) * min(1.0, (1 - self._beside_prompts) / SLACK)
+
+    def _can_never_pay(self, view: BatchView, cost: Cost, surest: float) -> bool:
+        """Whether no number of slots would, were all as sure as the surest: mostly so where prompts fill every step."""
+        size, context, rows = view.num_requests, float(view.num_tokens.sum()), view.num_prefill_rows
+        price = self._price(view, cost, float(cost.verify(size, context) + cost.host) / size)
+        slots = np.arange(1, min(MOST_SLOTS, size * DEPTH) + 1)
+        more = cost.verify(size + slots, context, rows) - cost.verify(size, context, rows)
+        return bool((price * surest * slots <= more + cost.first_draft(-(-slots // DEPTH), 0.0)).all())
 
 
 @dataclass(frozen=True)
@@ -159,13 +168,6 @@ class _Steps:
         seconds[0] = cost.first_draft(drafting[0], context[0])
         self._draft_seconds = seconds.cumsum(axis=0) + cost.host
 
-    @cached_property
-    def row_beside_prompts(self) -> float:
-        """Seconds of one more row in a step that has prompts."""
-        rows = self._size + np.array([0, PROMPT_ROWS])
-        few, many = self._cost.verify(rows, self._context, PROMPT_ROWS)
-        return float(many - few) / PROMPT_ROWS
-
     def fastest(self) -> _Choice | None:
         """The most tokens per second, without prompts beside them."""
         return self.best(lambda gain, seconds: (self._size + gain) / seconds)
@@ -188,6 +190,13 @@ class _Steps:
             np.float64
         )
         return _Choice(lengths, gains, float(seconds.flat[best]), plain)
+
+
+def _row_beside_prompts(view: BatchView, cost: Cost) -> float:
+    """Seconds of one more row in a step that has prompts."""
+    rows = view.num_requests + np.array([0, PROMPT_ROWS])
+    few, many = cost.verify(rows, float(view.num_tokens.sum()), PROMPT_ROWS)
+    return float(many - few) / PROMPT_ROWS
 
 
 def _worth_a_look(stop_seconds: float, fastest: _Choice) -> bool:
