@@ -19,6 +19,7 @@ PRIOR_WEIGHT = 16.0  # tokens it counts as, at each position
 STRENGTH = 16.0  # judged tokens the rate of all counts as against a request's own
 FADING = 0.998  # weight of what was seen before a step: some hundred steps count
 CALIBRATION_WEIGHT = 4.0  # judged tokens, about, that a calibration nobody has seen counts as
+LEAST_WEIGHTS, MOST_WEIGHTS = (-8.0, 0.0), (8.0, 8.0)  # of a calibration, whatever it is told
 LEAST, MOST = 0.02, 0.99  # no rate is taken to be surer
 
 
@@ -88,7 +89,8 @@ class Calibration:
         features = np.stack([np.ones_like(given), log_odds(given)])
         seen = (expected * (1 - expected) * features) @ features.T
         self._gram = FADING * self._gram + seen + (1 - FADING) * CALIBRATION_WEIGHT * np.eye(2)
-        self._weights = self._weights + np.linalg.solve(self._gram, features @ (accepted - expected))
+        step = np.linalg.solve(self._gram, features @ (accepted - expected))
+        self._weights = np.clip(self._weights + step, LEAST_WEIGHTS, MOST_WEIGHTS)
 
 
 def _at_least(counts: IntArray, depth: int) -> FloatArray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -63,8 +65,20 @@ def test_calibration_finds_what_confidence_is_worth():
         agrees = random.random(3) < accepted_chance(confidence[0], right)
         accepted = 3 if agrees.all() else int(np.argmin(agrees))
         outcome = make_outcome([3], [accepted])
-        calibration.learn(type(outcome)(**{**vars(outcome), "confidence": confidence}))
+        calibration.learn(replace(outcome, confidence=confidence))
     assert calibration.weights == pytest.approx(right, abs=0.25)
+
+
+@pytest.mark.parametrize("accepted", [0, 3])
+@pytest.mark.parametrize("sure", [0.0, 0.5, 1.0])
+def test_calibration_stays_within_reason_whatever_it_is_told(accepted, sure):
+    calibration = Calibration()
+    for _ in range(3000):
+        calibration.learn(replace(make_outcome([3], [accepted]), confidence=np.full((1, 3), sure)))
+    offset, factor = calibration.weights
+    assert abs(offset) <= 8
+    assert 0 <= factor <= 8
+    assert 0 <= accepted_chance(np.array([0.0, 1.0]), (offset, factor))[0] <= 1
 
 
 def test_calibration_learns_nothing_from_drafts_nobody_looked_at():
