@@ -278,7 +278,7 @@ class ProfiledCost:
         draft, verify = self._of_plan(plan)
         if verify > 0 and spent.verify > 0:
             # one pause of the process is no speed of the machine: a step counts as twice what it should be at most
-            most = self.predict(plan)
+            most = self._draft_factor * draft + self._target_factor * verify + self._host
             self._host += (1 - FADING) * (min(max(seconds - spent.draft - spent.verify, 0.0), most) - self._host)
             self._target_factor = _moved(self._target_factor, spent.verify / verify)
         if draft > 0 and spent.draft > 0:

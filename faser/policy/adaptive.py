@@ -78,13 +78,14 @@ class Adaptive:
         fastest = steps.fastest()
         if fastest is None:
             return none
-        late = _Catchup.of(view, view.cost, fastest)
+        worth = self._price(view, view.cost, fastest.plain_seconds / view.num_requests)
+        late = _Catchup.of(view, view.cost, fastest, worth)
         dear = late.too_dear(view, fastest)
         if dear.any():
             survival[dear] = 0.0
             others = _Steps(view, view.cost, survival)
             without = others.fastest()
-            if without is not None or not late.pays_together(fastest):
+            if without is not None or not late.pays_together():
                 steps, fastest = others, without
         if fastest is None:
             return none
@@ -207,31 +208,32 @@ def _worth_a_look(stop_seconds: float, fastest: _Choice) -> bool:
 
 @dataclass(frozen=True)
 class _Catchup:
-    """What it takes before everybody who drafts in a step can."""
+    """What it takes before everybody who drafts in a step can, and what that brings. Arrays are [B]."""
 
-    behind: NDArray[np.bool_]  # [B]
-    seconds: FloatArray  # [B] each one's part
+    behind: NDArray[np.bool_]
+    seconds: FloatArray  # each one's part
+    saved: FloatArray  # seconds, in every step
 
     @classmethod
-    def of(cls, view: BatchView, cost: Cost, fastest: _Choice) -> _Catchup:
+    def of(cls, view: BatchView, cost: Cost, fastest: _Choice, worth: float) -> _Catchup:
+        """`worth`: seconds that a token is, where nobody drafts."""
         drafting = fastest.lengths > 0
         behind = drafting & (view.lag > KEPT_UP)
+        saved = worth * fastest.gains - fastest.slot_seconds * fastest.lengths
         if not behind.any():
-            return cls(behind, np.zeros(behind.size))
+            return cls(behind, np.zeros(behind.size), saved)
         number, context = int(drafting.sum()), float(view.num_tokens[drafting].sum())
         rows = int(view.lag[drafting].sum())
         late = float(cost.first_draft(number, context, rows) - cost.first_draft(number, context))
         share = np.where(behind, view.lag, 0)
-        return cls(behind, late * share / int(share.sum()))
+        return cls(behind, late * share / int(share.sum()), saved)
 
     def too_dear(self, view: BatchView, fastest: _Choice) -> NDArray[np.bool_]:
-        """[B] whose part exceeds what they save until they end, against the same tokens without drafts."""
-        saved = fastest.plain_seconds / view.num_requests * fastest.gains - fastest.slot_seconds * fastest.lengths
+        """Whose part exceeds what they save until they end."""
         rest = np.minimum(view.remaining, TYPICAL_REST + view.num_output) / (1 + fastest.gains)  # steps
-        dear: NDArray[np.bool_] = self.behind & (saved * rest <= self.seconds)
+        dear: NDArray[np.bool_] = self.behind & (self.saved * rest <= self.seconds)
         return dear
 
-    def pays_together(self, fastest: _Choice) -> bool:
+    def pays_together(self) -> bool:
         """Whether to begin drafting at all is worth all of it: those who come later join for little."""
-        saved = (fastest.plain_seconds / fastest.lengths.size - fastest.seconds_per_token) * fastest.num_tokens
-        return saved * HORIZON > float(self.seconds.sum())
+        return float(self.saved.sum()) * HORIZON > float(self.seconds.sum())
