@@ -7,7 +7,7 @@ length each. It never sees tensors, streams or clocks, so the simulator runs the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from faser.policy.stopping import Stopping
 from faser.profile import Cost
@@ -67,6 +67,7 @@ class Policy(Protocol):
         ...
 
 
+@runtime_checkable
 class Stops(Protocol):
     """A policy that may end drafts before the lengths it gave."""
 
@@ -75,6 +76,7 @@ class Stops(Protocol):
         ...
 
 
+@runtime_checkable
 class Learner(Protocol):
     """A policy that wants to know what came of its lengths."""
 
