@@ -141,6 +141,15 @@ def test_the_dashboard_s_history_holds_rates_between_seconds(monkeypatch):
     assert data["lengths"] == [5, 0, 15]
 
 
+@pytest.mark.parametrize(("accepted", "told"), [([], [0, 0]), ([3], [3, 0])])
+def test_a_position_at_which_nothing_was_ever_accepted_has_a_zero(accepted, told):
+    figures = Figures()
+    board = Dashboard(figures, engine())
+    figures.snapshot(snapshot(verified_per_position=[15, 13], accepted_per_position=accepted))
+    board.tick()
+    assert board.data("ready")["positions"] == {"verified": [15, 13], "accepted": told}
+
+
 @pytest.mark.parametrize("steps", [1, 1000])
 def test_an_engine_started_again_does_not_make_negative_rates(steps):
     figures, client = Figures(), engine()

@@ -50,6 +50,7 @@ class Dashboard:
         verified = self._gained("verified_per_position", WINDOW_SECONDS)
         accepted = self._gained("accepted_per_position", WINDOW_SECONDS)
         num_positions = sum(count > 0 for count in verified)  # a later position is verified no more often
+        accepted += [0] * (num_positions - len(accepted))  # where nothing was ever accepted it has no count
         return {
             "server": self._server(state),
             "now": self._now(),
