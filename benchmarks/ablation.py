@@ -12,6 +12,7 @@ import numpy as np
 
 from faser.policy.adaptive import DEPTH, Adaptive
 from faser.policy.base import BatchView
+from faser.policy.estimates import expected_tokens, seconds_by_length
 from faser.types import IntArray
 
 
@@ -51,13 +52,9 @@ class Ablated(Adaptive):
 
     def _common(self, view: BatchView) -> IntArray:
         """The one length that promises the most tokens per second; nobody's own acceptance counts."""
-        assert view.cost is not None
-        size, context = view.num_requests, float(view.num_tokens.sum())
-        lengths = np.arange(1, DEPTH + 1)
-        tokens = size * (1 + self._acceptance.rates.cumprod().cumsum())
-        draft = view.cost.first_draft(size, context) + (lengths - 1) * view.cost.next_draft(size, context)
-        seconds = view.cost.verify(size * (lengths + 1), context, view.num_prefill_rows) + draft + view.cost.host
-        return np.full(size, lengths[int((tokens / seconds).argmax())])
+        chances = np.broadcast_to(self._acceptance.rates.cumprod()[:, None], (DEPTH, view.num_requests))
+        goodput = expected_tokens(chances)[1:] / seconds_by_length(view, DEPTH)[1:]
+        return np.full(view.num_requests, 1 + int(goodput.argmax()))
 
 
 class _Unseeing:

@@ -74,20 +74,6 @@ class PagePool:
         self.count[slots] += needed
         return True
 
-    def extend(self, slot: int, num_tokens: int) -> bool:
-        """`reserve` for one."""
-        first = int(self.count[slot])
-        needed = self.pages_for(num_tokens) - first
-        if needed <= 0:
-            return True
-        if needed > self.num_available:
-            return False
-        pages = self._take(needed)
-        self._write(np.full(needed, slot), np.arange(first, first + needed), pages)
-        self._holders[pages] = 1
-        self.count[slot] += needed
-        return True
-
     def truncate(self, slots: IntArray, num_tokens: IntArray) -> None:
         """Give back the pages beyond num_tokens: look-ahead for drafts that were rejected.
 

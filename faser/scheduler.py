@@ -444,7 +444,7 @@ class Scheduler:
         if missing + self.num_running > pool.num_available - num_idle:
             return None
         pool.match(slot, found)
-        pool.extend(slot, num_tokens)
+        pool.reserve(np.array([slot]), np.array([num_tokens]))
         return len(found) * pool.page_size
 
     def _occupy(self, entry: _Entry, slot: int, num_computed: int) -> None:

@@ -39,17 +39,6 @@ def test_reserve_is_all_or_nothing():
     pool.check()
 
 
-def test_extend_is_reserve_for_one():
-    together, alone = make_pool(), make_pool()
-    for slot, num_tokens in ((0, 9), (1, 4), (0, 3), (0, 30), (2, 36), (1, 8)):
-        assert alone.extend(slot, num_tokens) == together.reserve(one(slot), one(num_tokens))
-        alone.check()
-    assert alone.count.tolist() == together.count.tolist()
-    assert (alone.table == together.table).all()
-    for mine, other in zip(vars(alone.take_writes()).values(), vars(together.take_writes()).values(), strict=True):
-        assert mine.tolist() == other.tolist()
-
-
 def test_reserve_of_less_than_held_takes_nothing():
     pool = make_pool()
     pool.reserve(one(0), one(16))

@@ -72,13 +72,14 @@ class Adaptive:
         assert view.cost is not None
         survival = self._acceptance.rates_of(view).cumprod(axis=1)
         survival[np.arange(DEPTH) >= view.limit[:, None]] = 0.0
-        if self._can_never_pay(view, view.cost, float(survival.max())):
+        row = _row_beside_prompts(view, view.cost)
+        if self._can_never_pay(view, view.cost, row, float(survival.max())):
             return none
         steps = _Steps(view, view.cost, survival)
         fastest = steps.fastest()
         if fastest is None:
             return none
-        worth = self._price(view, view.cost, fastest.plain_seconds / view.num_requests)
+        worth = self._price(fastest.plain_seconds / view.num_requests, row)
         late = _Catchup.of(view, view.cost, fastest, worth)
         dear = late.too_dear(view, fastest)
         if dear.any():
@@ -89,7 +90,7 @@ class Adaptive:
                 steps, fastest = others, without
         if fastest is None:
             return none
-        price = self._price(view, view.cost, fastest.seconds_per_token)
+        price = self._price(fastest.seconds_per_token, row)
         chosen = steps.best(lambda gain, seconds: price * gain - seconds, view.num_prefill_rows)
         if chosen is None:
             return none
@@ -105,19 +106,18 @@ class Adaptive:
         seconds = cost.next_draft(size, context) + np.diff(rows) + stop_seconds
         return Stopping(self._looked_at.rates_of(view), seconds, price, self._calibration.weights)
 
-    def _price(self, view: BatchView, cost: Cost, share: float) -> float:
-        """Seconds a token is worth, where `share` is its part of a step without prompts.
+    def _price(self, share: float, row: float) -> float:
+        """Seconds a token is worth: `share` is its part of a step without prompts, `row` what one saves beside them.
 
         There are as many steps with prompts as there are prompts; what a token saves, wherever it comes, is its share
         of a step without. Only where hardly any such step is left does it save no more than a row.
         """
-        row = _row_beside_prompts(view, cost)
         return row + (share - row) * min(1.0, (1 - self._beside_prompts) / SLACK)
 
-    def _can_never_pay(self, view: BatchView, cost: Cost, surest: float) -> bool:
+    def _can_never_pay(self, view: BatchView, cost: Cost, row: float, surest: float) -> bool:
         """Whether no number of slots would, were all as sure as the surest: mostly so where prompts fill every step."""
         size, context, rows = view.num_requests, float(view.num_tokens.sum()), view.num_prefill_rows
-        price = self._price(view, cost, float(cost.verify(size, context) + cost.host) / size)
+        price = self._price(float(cost.verify(size, context) + cost.host) / size, row)
         slots = np.arange(1, min(MOST_SLOTS, size * DEPTH) + 1)
         more = cost.verify(size + slots, context, rows) - cost.verify(size, context, rows)
         return bool((price * surest * slots <= more + cost.first_draft(-(-slots // DEPTH), 0.0)).all())
