@@ -32,6 +32,7 @@ FAR = tl.constexpr(-1e30)  # the score of a key a row may not see; finite, so th
 LOG2_E = math.log2(math.e)
 MAX_SPLIT = 2048  # keys after which a program leaves the rest to another, so that no long context outlasts the others
 MAX_PROGRAMS = 8192  # splits are no use beyond this many programs: most would only find that they have nothing to do
+FEW_SPLITS = 4  # where it is not known beforehand how many of a step's requests a launch is for
 MAX_WORKSPACE = 128 * 2**20  # bytes
 
 
@@ -42,15 +43,15 @@ MAX_WORKSPACE = 128 * 2**20  # bytes
 class AttentionConfig:
     """How `attend` is cut up. A tile is rows_per_tile rows times the heads of a key head, padded to block_m.
 
-    A tile's keys are shared by usual_splits programs, each with min_split to MAX_SPLIT keys; by up to num_splits where
-    the context is longer than that.
+    A tile's keys are shared by as many programs as keep the SMs busy, up to num_splits of them, each with min_split to
+    MAX_SPLIT keys; by more of those where the context is longer than that.
     """
 
     rows_per_tile: int
     block_m: int
     block_n: int  # keys at a time
     num_splits: int
-    usual_splits: int
+    num_sms: int
     min_split: int
     num_warps: int
     num_stages: int
@@ -65,8 +66,11 @@ def choose(
     head_dim: int,
     dtype: torch.dtype,
     num_sms: int = 132,
+    step_rows: int | None = None,
 ) -> AttentionConfig:
     """A configuration for up to num_requests requests of up to rows_per_request rows and max_context keys each.
+
+    Where a step has other rows besides, which are attended by another launch, step_rows counts all.
 
     Tuned on an H200 in bf16 for head dimensions 64 and 128 (benchmarks/cuda_attention.py); others follow by bytes.
     Splits that find nothing to do are not free: 16 decodes over 1024 keys take 24 µs if max_context is 2048 and 29 µs
@@ -77,16 +81,14 @@ def choose(
     num_programs = num_requests * -(-rows_per_request // rows_per_tile) * num_kv_heads
     block_n, num_warps, num_stages = _block(block_m, head_dim, dtype, crowded=num_programs >= 2 * num_sms)
     min_split = max(128 if block_m < 64 else 256, block_n)
-    usual_splits = max(1, num_sms // num_programs)
-    num_splits = max(usual_splits, min(-(-max_context // MAX_SPLIT), MAX_PROGRAMS // num_programs))
+    num_splits = -(-max_context // MAX_SPLIT)
+    if step_rows is not None:
+        num_splits = max(num_splits, FEW_SPLITS)
+    num_splits = max(num_sms // num_programs, min(num_splits, MAX_PROGRAMS // num_programs))
     row_bytes = 4 * num_heads * (head_dim + 1)
-    num_splits = min(
-        num_splits, max_context // min_split, MAX_WORKSPACE // (num_requests * rows_per_request * row_bytes)
-    )
-    num_splits = max(1, num_splits)
-    return AttentionConfig(
-        rows_per_tile, block_m, block_n, num_splits, min(usual_splits, num_splits), min_split, num_warps, num_stages
-    )
+    room = MAX_WORKSPACE // ((step_rows or num_requests * rows_per_request) * row_bytes)
+    num_splits = max(1, min(num_splits, max_context // min_split, room))
+    return AttentionConfig(rows_per_tile, block_m, block_n, num_splits, num_sms, min_split, num_warps, num_stages)
 
 
 def _tile_size(group: int, rows: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -108,14 +110,18 @@ def _block(block_m: int, head_dim: int, dtype: torch.dtype, crowded: bool) -> tu
     return min(128, max(16, block_n)), num_warps, num_stages
 
 
-def build_tiles(num_rows: IntArray, rows_per_tile: int, start: IntArray | None = None) -> tuple[Int32Array, Int32Array]:
-    """The request and the first row within it of each tile, for requests of num_rows rows.
+def build_tiles(
+    num_rows: IntArray, rows_per_tile: int, start: IntArray | None = None, some: NDArray[np.bool_] | None = None
+) -> tuple[Int32Array, Int32Array]:
+    """The request and the first row within it of each tile, for requests of num_rows rows, or only `some` of them.
 
     With `start` (each request's first position) the tiles with the most keys come first, so that the last programs to
     run are short ones.
     """
     # [B] and, from here, [T]
     per_request = -(-num_rows // rows_per_tile)
+    if some is not None:
+        per_request = np.where(some, per_request, 0)
     request = np.repeat(np.arange(num_rows.size), per_request)
     first_tile = np.cumsum(per_request) - per_request
     offset = (np.arange(request.size) - first_tile[request]) * rows_per_tile
@@ -352,7 +358,7 @@ def attend(
         (head_dim**-0.5 if scale is None else scale) * LOG2_E,
         config.rows_per_tile,
         config.num_splits,
-        config.usual_splits,
+        config.num_sms,
         config.min_split // config.block_n,
         max(MAX_SPLIT, config.min_split) // config.block_n,
         num_heads=num_heads,
@@ -370,7 +376,7 @@ def attend(
 
 
 # What differs from graph to graph and does not shape the code is not compiled in; nor is where num_tiles lies.
-@triton.jit(do_not_specialize=["num_tiles", "rows_per_tile", "num_splits", "usual_splits", "min_share", "max_share"])
+@triton.jit(do_not_specialize=["num_tiles", "rows_per_tile", "num_splits", "num_sms", "min_share", "max_share"])
 def _attend_kernel(
     qkv,
     pages,
@@ -390,7 +396,7 @@ def _attend_kernel(
     scale,
     rows_per_tile,
     num_splits,
-    usual_splits,
+    num_sms,
     min_share,
     max_share,
     num_heads: tl.constexpr,
@@ -409,7 +415,11 @@ def _attend_kernel(
     kv_head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request = tl.load(tile_request + tile)
     offset = tl.load(tile_offset + tile)
-    if tile >= tl.load(num_tiles):
+    real_tiles = tl.load(num_tiles)
+    if tile >= real_tiles:
+        if overlap:  # noqa: SIM102 (compiled in or not, and then a test)
+            if tile == 0:  # a launch without any tile must not end before the one before it, for the one after it
+                gdc_wait()
         return
     rows_here = tl.minimum(tl.load(num_rows + request) - offset, rows_per_tile)
     position = tl.load(start + request) + offset  # of the tile's first row
@@ -418,6 +428,7 @@ def _attend_kernel(
     low, high, num_active = 0, end, 1
     if is_split:
         num_blocks = tl.cdiv(end, block_n)
+        usual_splits = tl.maximum(1, num_sms // (real_tiles * num_kv_heads))
         share = tl.maximum(tl.cdiv(num_blocks, usual_splits), min_share)
         share = tl.maximum(tl.minimum(share, max_share), tl.cdiv(num_blocks, num_splits))
         low = split * share * block_n

@@ -36,6 +36,16 @@ ROWS_PER_REQUEST = (1, 2, 4, 8, 16)
 # Likewise of steps that have prompts, or a draft that catches up. Beyond them a GPU takes longer than the host, which
 # then launches kernel by kernel: 13 ms for the 32 layers of an 8B.
 MIXED_BUCKETS = (8, 16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, *range(512, 1025, 128))
+FEW_ROWS = 8  # of requests that decode beside prompts: they are attended apart, in tiles of their size
+
+
+@dataclass(frozen=True)
+class Attending:
+    """One launch of attention in each layer."""
+
+    tiles: Tiles
+    config: AttentionConfig
+    workspace: Workspace
 
 
 @dataclass(frozen=True)
@@ -141,9 +151,7 @@ class CudaModel:
         self._splits = attention.Memory(device)
         self._graphs: dict[Shape, Callable[[], None]] = {}
         self._choosing: dict[int, Callable[[], None]] = {}  # graphs of the head and the sampling, by wanted rows
-        most_tiles = max(self._most_tiles(shape) for shape in self.mixed_shapes())
-        self._tile_memory = torch.zeros(2 * most_tiles + 1, dtype=torch.int32, device=device)
-        self._staged_tiles = Staging(self._tile_memory, 2)
+        self._wide, self._narrow = _TileMemory(max_rows, device), _TileMemory(max_requests, device)
         self.pages = torch.zeros(0, dtype=dtype, device=device)
 
     @property
@@ -191,11 +199,6 @@ class CudaModel:
     def _mixed_shape(self, num_rows: int) -> Shape:
         return Shape(self.requests.slots.shape[0], num_rows, num_rows, 0, is_mixed=True)
 
-    def _most_tiles(self, shape: Shape) -> int:
-        """A request's last tile may have one row."""
-        whole = shape.num_rows // self._attention_config(shape).rows_per_tile
-        return min(shape.num_rows, whole + shape.num_requests)
-
     # ── a forward ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def launch(self, shape: Shape) -> None:
@@ -211,9 +214,10 @@ class CudaModel:
 
     def _capture_idle(self, run: Callable[[], None]) -> Callable[[], None]:
         """A graph of what `run` enqueues, captured while there are no requests, no tiles and no wanted rows."""
-        contents = (self.requests.memory, self._drafting, self._tile_memory, self.rows.cu_wanted)
+        wide, narrow = self._wide, self._narrow
+        contents = (self.requests.memory, self._drafting, wide.memory, narrow.memory, self.rows.cu_wanted)
         kept = [(each, each.clone()) for each in contents]
-        for count in (self.requests.num_requests, self._tile_memory[-1:], self.rows.cu_wanted):
+        for count in (self.requests.num_requests, wide.num_tiles, narrow.num_tiles, self.rows.cu_wanted):
             count.zero_()
         graph = _capture(run, self.model.device)
         for each, content in kept:
@@ -226,8 +230,10 @@ class CudaModel:
         if rows is None or rows > self.max_rows or wanted is None or wanted > self.max_rows:
             return None
         shape = self._mixed_shape(rows)
-        cut = attention.build_tiles(num_rows, self._attention_config(shape).rows_per_tile, start)
-        self._staged_tiles.write(cut, cut[0].size)
+        few = self._narrow_config(shape).rows_per_tile
+        wide_tiles = attention.build_tiles(num_rows, self._attention_config(shape).rows_per_tile, start, num_rows > few)
+        self._wide.write(wide_tiles)
+        self._narrow.write(attention.build_tiles(num_rows, few, start, num_rows <= few))
         self.launch(shape)
         if not num_wanted:
             return shape
@@ -257,18 +263,13 @@ class CudaModel:
         else:
             settle(requests, self._slots.refused, self._slots.short if self._writes else None)
             expand(requests, self._slots.history, rows, vocab_size=vocab_size)
-        config = self._attention_config(shape)
         if shape.is_mixed:
-            tiles = self._staged_tiles_of(shape, requests, rows)
+            attending = self._attend_staged(shape, requests, rows)
         elif num_rows is None or start is None:
-            tiles = self._tiles(shape, requests, rows)
+            attending = [self._attending(shape, self._attention_config(shape), self._tiles(shape, requests, rows))]
         else:
-            tiles = self._cut_tiles(requests, rows, config, num_rows, start)
-        model = self.model.config
-        workspace = self._splits.workspace(
-            config, shape.num_rows, tiles.request.shape[0], model.num_heads, model.num_kv_heads, model.head_dim
-        )
-        hidden = self._run_layers(shape.num_rows, rows, tiles, config, workspace)
+            attending = self._attend_cut(shape, requests, rows, num_rows, start)
+        hidden = self._run_layers(shape.num_rows, rows, attending)
         if shape.num_wanted:
             self._choose(shape, rows, hidden)
 
@@ -303,13 +304,28 @@ class CudaModel:
             *(each[:num_wanted] for each in (whole.wanted, whole.wanted_slots, whole.wanted_positions)),
         )
 
+    # ── attention ────────────────────────────────────────────────────────────────────────────────────────────────────
+
     def _attention_config(self, shape: Shape) -> AttentionConfig:
+        return self._config_for(max(1, shape.num_rows // shape.rows_per_request), shape.rows_per_request)
+
+    def _narrow_config(self, shape: Shape) -> AttentionConfig:
+        """For the requests of few rows in a step that has others."""
+        return self._config_for(self.requests.slots.shape[0], min(FEW_ROWS, shape.num_rows), shape.num_rows)
+
+    def _config_for(self, num_requests: int, rows_per_request: int, step_rows: int | None = None) -> AttentionConfig:
         config = self.model.config
-        requests = max(1, shape.num_rows // shape.rows_per_request)
         return attention.choose(
-            requests, shape.rows_per_request, self._max_context, config.num_heads, config.num_kv_heads,
-            config.head_dim, self.model.dtype,
+            num_requests, rows_per_request, self._max_context, config.num_heads, config.num_kv_heads, config.head_dim,
+            self.model.dtype, step_rows=step_rows,
         )  # fmt: skip
+
+    def _attending(self, shape: Shape, config: AttentionConfig, tiles: Tiles) -> Attending:
+        model, num_tiles = self.model.config, tiles.request.shape[0]
+        workspace = self._splits.workspace(
+            config, shape.num_rows, num_tiles, model.num_heads, model.num_kv_heads, model.head_dim
+        )
+        return Attending(tiles, config, workspace)
 
     def _tiles(self, shape: Shape, requests: Requests, rows: DeviceRows) -> Tiles:
         """One tile a request: it holds all of its rows."""
@@ -317,32 +333,45 @@ class CudaModel:
         tile = self._arange[:size], self._zeros[:size]
         if shape.drafts_on:
             return Tiles(self._arange[:size], self._ones[:size], rows.positions, rows.slots, *tile, rows.num_rows)
-        totals = torch.add(requests.num_rows, requests.num_drafted, out=self._totals[:size])
-        return Tiles(rows.cu_rows[:-1], totals, requests.start, requests.slots, *tile, requests.num_requests)
+        return Tiles(*self._request_rows(requests, rows), *tile, requests.num_requests)
 
-    def _staged_tiles_of(self, shape: Shape, requests: Requests, rows: DeviceRows) -> Tiles:
-        """Those that were written before the launch."""
-        size, (tile_request, tile_offset) = self._most_tiles(shape), self._tile_memory[:-1].view(2, -1)
-        totals = torch.add(requests.num_rows, requests.num_drafted, out=self._totals[: shape.num_requests])
-        return Tiles(
-            rows.cu_rows[:-1], totals, requests.start, requests.slots, tile_request[:size], tile_offset[:size],
-            self._tile_memory[-1:],
-        )  # fmt: skip
+    def _request_rows(self, requests: Requests, rows: DeviceRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What tiles are cut from."""
+        totals = torch.add(requests.num_rows, requests.num_drafted, out=self._totals[: requests.slots.shape[0]])
+        return rows.cu_rows[:-1], totals, requests.start, requests.slots
 
-    def _cut_tiles(
-        self, requests: Requests, rows: DeviceRows, config: AttentionConfig, num_rows: IntArray, start: IntArray
-    ) -> Tiles:
-        """As many tiles a request as its rows need."""
-        device = self.model.device
-        cut = attention.build_tiles(num_rows, config.rows_per_tile, start)
-        tile_request, tile_offset = (send(each, device) for each in cut)
-        count = torch.full((1,), cut[0].size, dtype=torch.int32, device=device)
-        totals = requests.num_rows + requests.num_drafted
-        return Tiles(rows.cu_rows[:-1], totals, requests.start, requests.slots, tile_request, tile_offset, count)
+    def _attend_staged(self, shape: Shape, requests: Requests, rows: DeviceRows) -> list[Attending]:
+        """Tiles that were written before the launch. There are none of requests without rows."""
+        wide, narrow = self._attention_config(shape), self._narrow_config(shape)
+        few, shared = narrow.rows_per_tile, self._request_rows(requests, rows)
+        # a request's last tile may have one row
+        most_wide = min(shape.num_rows, shape.num_rows // wide.rows_per_tile + shape.num_rows // (few + 1))
+        most_narrow = min(shape.num_requests, shape.num_rows)
+        narrow_tiles = Tiles(*shared, *self._narrow.tiles(most_narrow), self._narrow.num_tiles)
+        attending = [self._attending(shape, narrow, narrow_tiles)]
+        if shape.num_rows > few:
+            wide_tiles = Tiles(*shared, *self._wide.tiles(most_wide), self._wide.num_tiles)
+            attending.append(self._attending(shape, wide, wide_tiles))
+        return attending
 
-    def _run_layers(
-        self, num_rows: int, rows: DeviceRows, tiles: Tiles, config: AttentionConfig, workspace: Workspace
-    ) -> Tensor:
+    def _attend_cut(
+        self, shape: Shape, requests: Requests, rows: DeviceRows, num_rows: IntArray, start: IntArray
+    ) -> list[Attending]:
+        """As many tiles a request as its rows need, sent now."""
+        wide, narrow, device = self._attention_config(shape), self._narrow_config(shape), self.model.device
+        few, shared = narrow.rows_per_tile, self._request_rows(requests, rows)
+        attending = []
+        for config, some in ((narrow, num_rows <= few), (wide, num_rows > few)):
+            request, offset = attention.build_tiles(num_rows, config.rows_per_tile, start, some)
+            if request.size:
+                count = torch.full((1,), request.size, dtype=torch.int32, device=device)
+                tiles = Tiles(*shared, send(request, device), send(offset, device), count)
+                attending.append(self._attending(shape, config, tiles))
+        return attending
+
+    # ── layers ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _run_layers(self, num_rows: int, rows: DeviceRows, attending: Sequence[Attending]) -> Tensor:
         hidden = self._hidden[:num_rows]
         torch.index_select(self.model.embedding, 0, rows.token_ids, out=hidden)
         for index, layer in enumerate(self.model.layers):
@@ -352,9 +381,11 @@ class CudaModel:
                 self.pages[index], layer.qk_norm, self.model.config.norm_eps, overlap=self._overlaps,
             )  # fmt: skip
             attended = self._attended[:num_rows]
-            attention.attend(
-                qkv, self.pages[index], self.table, tiles, attended, workspace, config, overlap=self._overlaps
-            )
+            for each in attending:
+                attention.attend(
+                    qkv, self.pages[index], self.table, each.tiles, attended, each.workspace, each.config,
+                    overlap=self._overlaps,
+                )  # fmt: skip
             self._finish(layer, hidden, attended)
         return hidden
 
@@ -391,6 +422,23 @@ class CudaModel:
                 _some_choices(self.choices, some), vocabulary=self._vocabulary, write=self._writes,
                 confidence=self._writes,
             )  # fmt: skip
+
+
+class _TileMemory:
+    """Where the tiles of the next launch of a graph are written."""
+
+    def __init__(self, most_tiles: int, device: torch.device) -> None:
+        self.memory = torch.zeros(2 * most_tiles + 1, dtype=torch.int32, device=device)
+        self.num_tiles = self.memory[-1:]
+        self._staging = Staging(self.memory, 2)
+
+    def tiles(self, most: int) -> tuple[Tensor, Tensor]:
+        """The first so many: their requests, and their offsets."""
+        request, offset = self.memory[:-1].view(2, -1)
+        return request[:most], offset[:most]
+
+    def write(self, tiles: tuple[NDArray, NDArray]) -> None:
+        self._staging.write(tiles, tiles[0].size)
 
 
 def _some_choices(choices: Choices, some: slice) -> Choices:

@@ -140,7 +140,7 @@ def assert_attends(step, config):
 def config_of(shape, rows_per_tile, num_splits=1, min_split=16):
     group = shape.num_heads // shape.num_kv_heads
     block_m = max(16, 1 << (group * rows_per_tile - 1).bit_length())
-    return AttentionConfig(rows_per_tile, block_m, 16, num_splits, num_splits, min_split, 4, 2)
+    return AttentionConfig(rows_per_tile, block_m, 16, num_splits, 1000, min_split, 4, 2)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 1), (16, 2), (6, 2)])
@@ -236,7 +236,7 @@ def test_rotation_and_writing_match_the_models_own(place, shape, normalise):
 
 def test_a_context_longer_than_usual_takes_more_splits(place, monkeypatch):
     monkeypatch.setattr(attention, "MAX_SPLIT", 32)
-    config = replace(config_of(Shape(), 4, 3), usual_splits=1)
+    config = replace(config_of(Shape(), 4, 3), num_sms=1)
     assert_attends(make_step(Shape(), [(20, 3), (80, 2), (45, 6)], place), config)
 
 
@@ -309,6 +309,12 @@ def test_tiles_cover_every_row_once_and_the_longest_come_first():
         )
         assert covered == [(i, k) for i, count in enumerate(counts) for k in range(count)]
         assert (np.diff(start[request] + offset) <= 0).all()
+        some = counts <= rows_per_tile
+        parts = [build_tiles(counts, rows_per_tile, start, part) for part in (some, ~some)]
+        assert all(some[parts[0][0]])
+        assert not any(some[parts[1][0]])
+        both = sorted(zip(*map(np.concatenate, zip(*parts, strict=True)), strict=True))
+        assert both == sorted(zip(request, offset, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
