@@ -41,6 +41,10 @@ class AsyncExecutor(Protocol):
         """The result of the oldest plan submitted; waits for it."""
         ...
 
+    def go_on(self) -> None:
+        """Do what the plan submitted last still needs the host for, so that the device need not wait for it."""
+        ...
+
     def may_run_ahead(self, plan: StepPlan) -> bool:
         """Whether another plan may be submitted before the result of this one was collected.
 
@@ -98,9 +102,11 @@ class Engine:
         """One turn. If it raises, call `abandon`: the open requests cannot go on."""
         if not self._flights and not self._launch():
             return self.scheduler.take_ended()
-        if self._async is not None and len(self._flights) == 1 and self._async.may_run_ahead(self._flights[0].plan):
-            self.scheduler.advance()
-            self._launch()
+        if self._async is not None:
+            self._async.go_on()
+            if len(self._flights) == 1 and self._async.may_run_ahead(self._flights[0].plan):
+                self.scheduler.advance()
+                self._launch()
         return self._land()
 
     def _launch(self) -> bool:

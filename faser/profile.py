@@ -23,7 +23,7 @@ import numpy as np
 from faser.errors import ConfigError
 from faser.types import FloatArray, IntArray, StepPlan, StepSeconds
 
-VERSION = 1
+VERSION = 2
 FADING = 0.98  # weight of what was known of the machine's speed against the next step
 KEPT_UP = 2  # context tokens a draft computes at most where nobody's fell behind
 LEAST_FACTOR, MOST_FACTOR = 0.25, 4.0  # how far the steps that run may correct a profile
@@ -39,7 +39,7 @@ class Curve:
     rows: tuple[int, ...]
     seconds: tuple[float, ...]  # with no context
     per_token: tuple[float, ...]  # more, for each token of context that is read
-    is_stepped: bool = False  # rows between two of `rows` run as the larger
+    stepped_to: int = 0  # rows up to so many run as the next larger of `rows`
 
     def __post_init__(self) -> None:
         sizes = {len(self.rows), len(self.seconds), len(self.per_token)}
@@ -48,6 +48,10 @@ class Curve:
             raise ConfigError("a curve needs rows that rise from 1 on, and as many seconds and seconds per token")
         if not all(0 <= each < math.inf for each in (*self.seconds, *self.per_token)):
             raise ConfigError("a curve's seconds are finite numbers of at least 0")
+
+    @property
+    def is_stepped(self) -> bool:
+        return self.stepped_to >= self.rows[-1]
 
     @property
     def most_rows(self) -> int:
@@ -65,20 +69,21 @@ class Curve:
     def table(self) -> tuple[FloatArray, FloatArray]:
         """Seconds and seconds per token of every number of rows up to the last: policies ask for thousands at once."""
         rows = np.arange(self.rows[-1] + 1)
-        if self.is_stepped:
-            rows = np.array(self.rows)[np.searchsorted(self.rows, rows)]
+        stepped = rows[: self.stepped_to + 1]
+        stepped[:] = np.array(self.rows)[np.searchsorted(self.rows, stepped)]
         seconds, per_token = (np.interp(rows, self.rows, each) for each in (self.seconds, self.per_token))
         seconds[0] = per_token[0] = 0.0
         return seconds, per_token
 
     def __call__(self, rows: Rows, context: Context) -> FloatArray:
         """For each number of rows; beyond the last measured one the last rise goes on. No rows take no time."""
-        return _look_up(self.table, self.rise, np.asarray(rows), context)
+        return _look_up(self.table, self.rise, rows, context)
 
 
-def _look_up(table: tuple[FloatArray, FloatArray], rise: float, rows: IntArray, context: Context) -> FloatArray:
+def _look_up(table: tuple[FloatArray, FloatArray], rise: float, rows: Rows, context: Context) -> FloatArray:
     seconds, per_token = table
-    index = np.minimum(rows, seconds.size - 1)
+    last = seconds.size - 1
+    index = min(rows, last) if isinstance(rows, int) else np.minimum(rows, last)
     found: FloatArray = seconds[index] + per_token[index] * context
     return found + rise * (rows - index) if rise else found
 
@@ -159,7 +164,7 @@ def _curve_of(given: Mapping[str, Any]) -> Curve:
         tuple(map(int, given["rows"])),
         tuple(map(float, given["seconds"])),
         tuple(map(float, given["per_token"])),
-        bool(given["is_stepped"]),
+        int(given["stepped_to"]),
     )
 
 
@@ -175,16 +180,16 @@ class Work(NamedTuple):
 
 
 def work_of(plan: StepPlan) -> Work:
-    decoding = plan.samples & (plan.num_rows == 1)
-    drafting = plan.draft_rows > 0
-    is_behind = int(plan.draft_rows.max(initial=0)) > KEPT_UP
+    num_decoding = int(np.count_nonzero(plan.samples & (plan.num_rows == 1)))
+    num_rows = int(plan.num_rows.sum())
+    longest = int(plan.draft_rows.max(initial=0))
     return Work(
-        rows=int((plan.lengths + decoding).sum()),
-        prompt_rows=int(plan.num_rows[~decoding].sum()),
-        context=int((plan.start + plan.num_rows).sum()),
-        num_drafting=int(drafting.sum()),
-        catch_up_rows=int(plan.draft_rows.sum()) if is_behind else 0,
-        draft_context=int(plan.num_tokens[drafting].sum()),
+        rows=num_decoding + int(plan.lengths.sum()),
+        prompt_rows=num_rows - num_decoding,
+        context=num_rows + int(plan.start.sum()),
+        num_drafting=int(np.count_nonzero(plan.draft_rows)) if longest else 0,
+        catch_up_rows=int(plan.draft_rows.sum()) if longest > KEPT_UP else 0,
+        draft_context=int((plan.draft_rows > 0) @ plan.num_tokens) if longest else 0,
     )
 
 
@@ -210,7 +215,7 @@ class Cost(Protocol):
         """The target, over so many rows of requests that decode, and prompt rows beside them."""
         ...
 
-    def first_draft(self, requests: Rows, context: Context, rows: Rows = 0) -> FloatArray:
+    def first_draft(self, requests: Rows, context: Context, rows: int = 0) -> FloatArray:
         """The draft's first token for so many requests. `rows`: those it computes if anybody's draft fell behind."""
         ...
 
@@ -255,7 +260,7 @@ class ProfiledCost:
         seconds: FloatArray = self._target_factor * self._verify(rows, context, prompt_rows)
         return seconds
 
-    def first_draft(self, requests: Rows, context: Context, rows: Rows = 0) -> FloatArray:
+    def first_draft(self, requests: Rows, context: Context, rows: int = 0) -> FloatArray:
         seconds: FloatArray = self._draft_factor * self._first_draft(requests, context, rows)
         return seconds
 
@@ -287,12 +292,11 @@ class ProfiledCost:
     def _verify(self, rows: Rows, context: Context, prompt_rows: int) -> FloatArray:
         prompts = self.profile.prompts
         if prompt_rows:
-            return prompts(np.asarray(rows) + prompt_rows, context)
-        return _look_up(self._pure, prompts.rise, np.asarray(rows), context)
+            return prompts(rows + prompt_rows, context)
+        return _look_up(self._pure, prompts.rise, rows, context)
 
-    def _first_draft(self, requests: Rows, context: Context, rows: Rows) -> FloatArray:
-        profile, asked = self.profile, np.asarray(rows)
-        return np.where(asked > 0, profile.catch_up(asked, context), profile.first_draft(requests, context))
+    def _first_draft(self, requests: Rows, context: Context, rows: int) -> FloatArray:
+        return self.profile.catch_up(rows, context) if rows else self.profile.first_draft(requests, context)
 
     def _of_plan(self, plan: StepPlan) -> tuple[float, float]:
         """Seconds of the draft and of the target, uncorrected."""

@@ -57,7 +57,8 @@ def render(found: Profile) -> str:
 
 
 def _table(title: str, curve: Curve) -> str:
-    steps = "; in between as the next larger" if curve.is_stepped else ""
+    end = "" if curve.is_stepped else f" up to {curve.stepped_to:,}"
+    steps = f"; in between as the next larger{end}" if curve.stepped_to else ""
     if not any(curve.seconds):
         return f"{title}: nothing to measure"
     cells: list[tuple[str, ...]] = [("", "ms", "µs per 1,000 tokens of context")]

@@ -346,7 +346,8 @@ class Scheduler:
             self._stop_ids[stop_id] -= 1
             if not self._stop_ids[stop_id]:
                 del self._stop_ids[stop_id]
-        self._stop_array = np.array(list(self._stop_ids), dtype=np.int64)
+        if entry.request.stop_ids:
+            self._stop_array = np.array(list(self._stop_ids), dtype=np.int64)
         self._at[slot] = None
         self._running = self._running[self._running != slot]
         if any(slot in flight.plan.slots for flight in self._flights):
@@ -474,8 +475,9 @@ class Scheduler:
         self._watched[slot] = entry.checker is not None or request.params.logprobs is not None
         for stop_id in request.stop_ids:
             self._stop_ids[stop_id] = self._stop_ids.get(stop_id, 0) + 1
-        self._stop_array = np.array(list(self._stop_ids), dtype=np.int64)
-        self._running = np.append(self._running, slot)
+        if request.stop_ids:
+            self._stop_array = np.array(list(self._stop_ids), dtype=np.int64)
+        self._running = np.concatenate((self._running, (slot,)))
         self._released.discard(slot)
         self._admitted.append(
             Admission(
@@ -495,9 +497,9 @@ class Scheduler:
         lengths = np.zeros(slots.size, dtype=np.int64)
         draft_rows = np.zeros(slots.size, dtype=np.int64)
         stopping: Stopping | None = None
-        if self._speculates and decoding.any():
-            num_decoding = int(decoding.sum())
-            num_prefill_rows = min(int(pending[~decoding].sum()), self.limits.max_batch_tokens - num_decoding)
+        num_decoding = int(np.count_nonzero(decoding))
+        if self._speculates and num_decoding:
+            num_prefill_rows = min(int(pending.sum()), self.limits.max_batch_tokens) - num_decoding
             lengths[decoding], draft_rows[decoding] = self._plan_drafts(slots[decoding], num_prefill_rows)
             if hasattr(self.policy, "stopping") and lengths.any():  # it Stops; isinstance would take 14 µs
                 stopping = self.policy.stopping()
@@ -531,10 +533,10 @@ class Scheduler:
         """Rows of each request: decoding ones their one, prefills what the budget leaves, oldest first."""
         if decoding.all():
             return pending
-        room = self.limits.max_batch_tokens - int(decoding.sum() + lengths.sum())
+        room = self.limits.max_batch_tokens - int(np.count_nonzero(decoding) + lengths.sum())
         prefill = np.where(decoding, 0, pending)
-        before = np.cumsum(prefill) - prefill
-        rows: IntArray = np.where(decoding, 1, np.clip(room - before, 0, prefill))
+        before = prefill.cumsum() - prefill
+        rows: IntArray = decoding + np.minimum(np.maximum(room - before, 0), prefill)
         return rows
 
     def _plan_drafts(self, slots: IntArray, num_prefill_rows: int) -> tuple[IntArray, IntArray]:
@@ -550,7 +552,8 @@ class Scheduler:
 
     def _ask_policy(self, slots: IntArray, num_prefill_rows: int) -> IntArray:
         num_tokens = self._num_tokens[slots]
-        limit = np.clip(self._end[slots] - num_tokens - 1, 0, self._max_draft[slots])
+        remaining = self._end[slots] - num_tokens
+        limit: IntArray = np.minimum(np.maximum(remaining - 1, 0), self._max_draft[slots])
         if self.limits.draft_max_len is not None:
             limit = np.clip(self.limits.draft_max_len + 1 - num_tokens, 0, limit)
         lag = num_tokens - self._draft_computed[slots] if self.draft_pages is not None else np.zeros_like(slots)
@@ -563,14 +566,13 @@ class Scheduler:
             accepted=self._accepted[slots],
             judged=self._judged[slots],
             num_output=num_tokens - self._num_prompt[slots],
-            remaining=self._end[slots] - num_tokens,
+            remaining=remaining,
             num_prefill_rows=num_prefill_rows,
             num_waiting=self.num_waiting,
             cost=self.cost,
         )
         lengths = np.asarray(self.policy.lengths(view))
-        whole = np.issubdtype(lengths.dtype, np.integer)
-        if not whole or lengths.shape != slots.shape or (lengths < 0).any():
+        if lengths.dtype.kind not in "iu" or lengths.shape != slots.shape or (lengths < 0).any():
             raise EngineError(
                 f"policy {self.policy.name!r} gave {lengths!r}; expected {slots.size} integers of at least 0"
             )

@@ -28,6 +28,7 @@ class Ahead:
         self.results: deque[StepResult] = deque()
         self.named: deque[set[int]] = deque()  # slots of the plans in flight
         self.most = 0
+        self.went_on = 0  # plans in flight when it last did
 
     def execute(self, plan: StepPlan) -> StepResult:
         raise AssertionError("an asynchronous executor is not asked to execute")
@@ -43,7 +44,11 @@ class Ahead:
         self.named.popleft()
         return self.results.popleft()
 
+    def go_on(self) -> None:
+        self.went_on = len(self.results)
+
     def may_run_ahead(self, plan: StepPlan) -> bool:
+        assert self.went_on == len(self.results), "the device may be waiting for the host to go on"
         return True
 
     def discard(self) -> None:

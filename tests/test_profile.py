@@ -25,14 +25,14 @@ from faser.types import StepPlan, StepSeconds
 
 MS, US = 1e-3, 1e-6
 SMOOTH = Curve((1, 4, 10), (1.0, 4.0, 16.0), (0.0, 0.0, 0.3))
-STEPPED = replace(SMOOTH, is_stepped=True)
+STEPPED = replace(SMOOTH, stepped_to=SMOOTH.rows[-1])
 
 GPU = Profile(
     about={"hardware": "a GPU"},
-    verify=Curve((1, 4, 16), (4 * MS, 5 * MS, 8 * MS), (1 * US, 1 * US, 2 * US), is_stepped=True),
+    verify=Curve((1, 4, 16), (4 * MS, 5 * MS, 8 * MS), (1 * US, 1 * US, 2 * US), stepped_to=16),
     prompts=Curve((16, 64), (10 * MS, 34 * MS), (2 * US, 2 * US)),
-    first_draft=Curve((1, 2, 4), (1.0 * MS, 1.1 * MS, 1.2 * MS), (0.0, 0.0, 0.0), is_stepped=True),
-    next_draft=Curve((1, 2, 4), (0.7 * MS, 0.8 * MS, 0.9 * MS), (0.1 * US,) * 3, is_stepped=True),
+    first_draft=Curve((1, 2, 4), (1.0 * MS, 1.1 * MS, 1.2 * MS), (0.0, 0.0, 0.0), stepped_to=4),
+    next_draft=Curve((1, 2, 4), (0.7 * MS, 0.8 * MS, 0.9 * MS), (0.1 * US,) * 3, stepped_to=4),
     catch_up=Curve((8, 64), (2 * MS, 9 * MS), (0.0, 0.0)),
     host=0.5 * MS,
     errors={"verify": 0.02, "verify_worst": 0.05},

@@ -50,15 +50,19 @@ class Acceptance:
             accepted, lengths = np.minimum(accepted, depth), np.minimum(lengths, depth)
         self._judged *= FADING
         self._accepted *= FADING
-        self._judged += _at_least(np.minimum(accepted + 1, lengths), size)
-        self._accepted += _at_least(accepted, size)
+        if lengths.any():
+            self._judged += _at_least(np.minimum(accepted + 1, lengths), size)
+            self._accepted += _at_least(accepted, size)
 
-    def rates_of(self, view: BatchView) -> FloatArray:
-        """[B, depth] likewise, of each request; their product is the chance that its draft is accepted so far."""
+    def rates_of(self, view: BatchView, depth: int | None = None) -> FloatArray:
+        """[B, depth] likewise, of each request; their product is the chance that its draft is accepted so far.
+
+        `depth`: of the first positions alone.
+        """
         mean = self.mean
         own = (view.accepted + STRENGTH * mean) / (view.judged + STRENGTH)
-        shift = log_odds(_moderate(own)) - log_odds(_moderate(np.array(mean)))
-        rates = 1 / (1 + np.exp(-(log_odds(_moderate(self.rates)) + shift[:, None])))
+        shift = _moderate_odds(own) - _moderate_odds(np.array(mean))
+        rates = 1 / (1 + np.exp(-_moderate_odds(self.rates[:depth]) - shift[:, None]))
         return _moderate(rates)
 
 
@@ -101,5 +105,11 @@ def _at_least(counts: IntArray, depth: int) -> FloatArray:
 
 
 def _moderate(rates: FloatArray) -> FloatArray:
-    moderate: FloatArray = np.clip(rates, LEAST, MOST)
+    moderate: FloatArray = rates.clip(LEAST, MOST)
     return moderate
+
+
+def _moderate_odds(rates: FloatArray) -> FloatArray:
+    rates = _moderate(rates)
+    odds: FloatArray = np.log(rates / (1 - rates))
+    return odds

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +27,11 @@ FADING = 0.99  # weight of the steps before in the share of steps that have prom
 SLACK = 0.1  # share of steps without prompts below which they are taken to be running out
 PROMPT_ROWS = 512  # a step with about so many prompt rows says what one more row costs beside prompts
 
-Value = Callable[[FloatArray, FloatArray], FloatArray]  # of a step, by the tokens drafts add and its seconds
+SLOTS = np.arange(MOST_SLOTS + 1)
+LEAST_DRAFTING = -(-SLOTS // DEPTH)  # requests that so many slots belong to at least
+LEVELS = np.arange(DEPTH)
+
+Numbers = TypeVar("Numbers", IntArray, FloatArray)
 
 
 class Adaptive:
@@ -70,28 +77,28 @@ class Adaptive:
         if not view.limit.any():
             return none
         assert view.cost is not None
-        survival = self._acceptance.rates_of(view).cumprod(axis=1)
-        survival[np.arange(DEPTH) >= view.limit[:, None]] = 0.0
-        row = _row_beside_prompts(view, view.cost)
-        if self._can_never_pay(view, view.cost, row, float(survival.max())):
+        batch = _Batch(view, view.cost)
+        survival = self._survival(view)
+        row = batch.row_beside_prompts()
+        worth = self._price(batch.plain_seconds / batch.size, row)
+        if batch.can_never_pay(worth * float(survival.max())):
             return none
-        steps = _Steps(view, view.cost, survival)
+        slots = _Slots.of(survival)
+        steps = _Steps(batch, slots)
         fastest = steps.fastest()
         if fastest is None:
             return none
-        worth = self._price(fastest.plain_seconds / view.num_requests, row)
         late = _Catchup.of(view, view.cost, fastest, worth)
         dear = late.too_dear(view, fastest)
         if dear.any():
-            survival[dear] = 0.0
-            others = _Steps(view, view.cost, survival)
+            others = _Steps(batch, slots.without(dear))
             without = others.fastest()
             if without is not None or not late.pays_together():
                 steps, fastest = others, without
         if fastest is None:
             return none
         price = self._price(fastest.seconds_per_token, row)
-        chosen = steps.best(lambda gain, seconds: price * gain - seconds, view.num_prefill_rows)
+        chosen = steps.most_valuable(price)
         if chosen is None:
             return none
         if view.cost.stop_seconds is None or not _worth_a_look(view.cost.stop_seconds, fastest):
@@ -99,11 +106,18 @@ class Adaptive:
         self._stopping = self._rule(view, view.cost, view.cost.stop_seconds, price)
         return np.where(chosen.lengths > 0, np.minimum(view.limit, DEPTH), 0)
 
+    def _survival(self, view: BatchView) -> FloatArray:
+        """[B, depth] the chance that a draft is accepted so far, to the depth that so many requests might reach."""
+        depth = min(DEPTH, MOST_SLOTS // view.num_requests + 2)
+        survival: FloatArray = self._acceptance.rates_of(view, depth).cumprod(axis=1)
+        survival[LEVELS[:depth] >= view.limit[:, None]] = 0.0
+        return survival
+
     def _rule(self, view: BatchView, cost: Cost, stop_seconds: float, price: float) -> Stopping:
         """Every further token is drafted for all that go on: what it costs depends on how many there are already."""
         size, context = view.num_requests, float(view.num_tokens.sum())
         rows = cost.verify(size * np.arange(1, DEPTH + 2), context, view.num_prefill_rows)
-        seconds = cost.next_draft(size, context) + np.diff(rows) + stop_seconds
+        seconds = cost.next_draft(size, context) + (rows[1:] - rows[:-1]) + stop_seconds
         return Stopping(self._looked_at.rates_of(view), seconds, price, self._calibration.weights)
 
     def _price(self, share: float, row: float) -> float:
@@ -114,13 +128,65 @@ class Adaptive:
         """
         return row + (share - row) * min(1.0, (1 - self._beside_prompts) / SLACK)
 
-    def _can_never_pay(self, view: BatchView, cost: Cost, row: float, surest: float) -> bool:
-        """Whether no number of slots would, were all as sure as the surest: mostly so where prompts fill every step."""
-        size, context, rows = view.num_requests, float(view.num_tokens.sum()), view.num_prefill_rows
-        price = self._price(float(cost.verify(size, context) + cost.host) / size, row)
-        slots = np.arange(1, min(MOST_SLOTS, size * DEPTH) + 1)
-        more = cost.verify(size + slots, context, rows) - cost.verify(size, context, rows)
-        return bool((price * surest * slots <= more + cost.first_draft(-(-slots // DEPTH), 0.0)).all())
+
+class _Batch:
+    """What a step costs for the requests of a view, by what might be drafted: asked for once, looked at many times."""
+
+    def __init__(self, view: BatchView, cost: Cost) -> None:
+        self.size = view.num_requests
+        self.host = cost.host
+        self._cost = cost
+        self._context = float(view.num_tokens.sum())
+        self._num_slots = min(MOST_SLOTS, self.size * DEPTH)
+        rows, prompt_rows = self.size + SLOTS[: self._num_slots + 1], view.num_prefill_rows
+        # [0 … slots] of the target, by slots: without prompts beside them, and with those there are
+        self.alone = cost.verify(rows, self._context)
+        self.beside = cost.verify(rows, self._context, prompt_rows) if prompt_rows else self.alone
+
+    @property
+    def plain_seconds(self) -> float:
+        """Of a step without drafts and prompts."""
+        return float(self.alone[0]) + self.host
+
+    @cached_property
+    def drafts(self) -> tuple[FloatArray, FloatArray]:
+        """[0 … size] of the draft's first token and of each further one, by the requests that draft it."""
+        drafting = np.arange(self.size + 1)
+        context = (drafting * (self._context / self.size)).astype(np.float64)
+        return self._cost.first_draft(drafting, context), self._cost.next_draft(drafting, context)
+
+    def row_beside_prompts(self) -> float:
+        """Of one more row in a step that has prompts."""
+        few = self._cost.verify(self.size, self._context, PROMPT_ROWS)
+        many = self._cost.verify(self.size + PROMPT_ROWS, self._context, PROMPT_ROWS)
+        return float(many - few) / PROMPT_ROWS
+
+    def can_never_pay(self, most: float) -> bool:
+        """Whether no number of slots would, were each worth `most`: mostly so where prompts fill every step."""
+        slots = slice(1, self._num_slots + 1)
+        first = self._cost.first_draft(LEAST_DRAFTING[slots], 0.0)
+        return bool((most * SLOTS[slots] <= self.beside[slots] - self.beside[0] + first).all())
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """Slots (request, position), the likeliest first; of one request in the order of positions. Arrays are [N]."""
+
+    owner: IntArray
+    level: IntArray
+    survival: FloatArray
+
+    @classmethod
+    def of(cls, survival: FloatArray) -> _Slots:
+        """Those that have any chance. Survival falls with every position."""
+        depth, flat = survival.shape[1], survival.ravel()
+        order = np.argsort(-flat, kind="stable")[: np.count_nonzero(flat)]
+        owner = order // depth
+        return cls(owner, order - depth * owner, flat[order])
+
+    def without(self, requests: NDArray[np.bool_]) -> _Slots:
+        kept = ~requests[self.owner]
+        return _Slots(self.owner[kept], self.level[kept], self.survival[kept])
 
 
 @dataclass(frozen=True)
@@ -150,54 +216,54 @@ class _Choice:
 class _Steps:
     """The steps that could be taken: the likeliest n slots that are no deeper than d, for every n [N] and d [D]."""
 
-    def __init__(self, view: BatchView, cost: Cost, survival: FloatArray) -> None:
-        self._cost = cost
-        self._size = view.num_requests
-        self._context = float(view.num_tokens.sum())
-        depth = min(DEPTH, MOST_SLOTS // self._size + 2)
-        flat = survival[:, :depth].ravel()
-        # of one request always in the order of their positions, for survival falls
-        order = np.argsort(-flat, kind="stable")[: min(MOST_SLOTS, np.count_nonzero(flat))]
-        self._owner, self._level = order // depth, order % depth
-        self._survival = flat[order]
-        levels = self._level == np.arange(self._level.max(initial=0) + 1)[:, None]
+    def __init__(self, batch: _Batch, slots: _Slots) -> None:
+        self._batch = batch
+        self._owner, self._level = slots.owner[:MOST_SLOTS], slots.level[:MOST_SLOTS]
+        self._survival = slots.survival[:MOST_SLOTS]
+        levels = self._level == LEVELS[: self._level.max(initial=0) + 1, None]
         drafting = levels.cumsum(axis=1)  # [D, N] requests that draft each position
-        self._count = drafting.cumsum(axis=0)
-        self._gain = np.where(levels, self._survival, 0.0).cumsum(axis=1).cumsum(axis=0)
-        context = drafting * (self._context / self._size)
-        seconds = cost.next_draft(drafting, context)
-        seconds[0] = cost.first_draft(drafting[0], context[0])
-        self._draft_seconds = seconds.cumsum(axis=0) + cost.host
+        first, further = batch.drafts
+        seconds = further[drafting]
+        seconds[0] = first[drafting[0]]
+        self._draft_seconds = _added_up(seconds) + batch.host
+        self._gain = _added_up((levels * self._survival).cumsum(axis=1))
+        self._count = _added_up(drafting)
 
     def fastest(self) -> _Choice | None:
         """The most tokens per second, without prompts beside them."""
-        return self.best(lambda gain, seconds: (self._size + gain) / seconds)
+        size = self._batch.size
+        return self._best(self._batch.alone, lambda gain, seconds: (size + gain) / seconds)
 
-    def best(self, value: Value, prompt_rows: int = 0) -> _Choice | None:
-        """The most valuable step; None if that is the one without drafts."""
-        plain = float(self._cost.verify(self._size, self._context, prompt_rows)) + self._cost.host
-        seconds = self._cost.verify(self._size + self._count, self._context, prompt_rows) + self._draft_seconds
-        values = value(self._gain, seconds)
-        if values.size == 0:
+    def most_valuable(self, price: float) -> _Choice | None:
+        """The most seconds saved beyond its own, with the prompts there are, where a token saves `price`."""
+        return self._best(self._batch.beside, lambda gain, seconds: price * gain - seconds)
+
+    def _best(self, verify: FloatArray, value: Callable[[Any, Any], Any]) -> _Choice | None:
+        """The step of most value, by the tokens that drafts add and its seconds; None if it has no drafts.
+
+        `verify`: seconds by slots.
+        """
+        if not self._owner.size:
             return None
+        plain = float(verify[0]) + self._batch.host
+        seconds = verify[self._count] + self._draft_seconds
+        values = value(self._gain, seconds)
         best = int(values.argmax())
-        if values.flat[best] <= value(np.zeros(1), np.array([plain]))[0]:
+        if values.flat[best] <= value(0.0, plain):
             return None
         depth, last = divmod(best, values.shape[1])
         taken = self._level[: last + 1] <= depth
         owner = self._owner[: last + 1][taken]
-        lengths = np.bincount(owner, minlength=self._size)
-        gains: FloatArray = np.bincount(owner, self._survival[: last + 1][taken], minlength=self._size).astype(
-            np.float64
-        )
+        lengths = np.bincount(owner, minlength=self._batch.size)
+        gains = np.bincount(owner, self._survival[: last + 1][taken], minlength=self._batch.size).astype(np.float64)
         return _Choice(lengths, gains, float(seconds.flat[best]), plain)
 
 
-def _row_beside_prompts(view: BatchView, cost: Cost) -> float:
-    """Seconds of one more row in a step that has prompts."""
-    rows = view.num_requests + np.array([0, PROMPT_ROWS])
-    few, many = cost.verify(rows, float(view.num_tokens.sum()), PROMPT_ROWS)
-    return float(many - few) / PROMPT_ROWS
+def _added_up(levels: Numbers) -> Numbers:
+    """[D, N] each with all above it, in place: of a few long rows cumsum(axis=0) takes three times as long."""
+    for above, level in pairwise(levels):
+        level += above
+    return levels
 
 
 def _worth_a_look(stop_seconds: float, fastest: _Choice) -> bool:
@@ -222,10 +288,10 @@ class _Catchup:
         saved = worth * fastest.gains - fastest.slot_seconds * fastest.lengths
         if not behind.any():
             return cls(behind, np.zeros(behind.size), saved)
-        number, context = int(drafting.sum()), float(view.num_tokens[drafting].sum())
-        rows = int(view.lag[drafting].sum())
+        number, context = int(np.count_nonzero(drafting)), float(drafting @ view.num_tokens)
+        rows = int(drafting @ view.lag)
         late = float(cost.first_draft(number, context, rows) - cost.first_draft(number, context))
-        share = np.where(behind, view.lag, 0)
+        share = behind * view.lag
         return cls(behind, late * share / int(share.sum()), saved)
 
     def too_dear(self, view: BatchView, fastest: _Choice) -> NDArray[np.bool_]:

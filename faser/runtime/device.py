@@ -49,6 +49,7 @@ class Profiling:
 
     seconds: float  # of start-up that may be spent on it
     graph_rows: tuple[int, ...]  # rows that steps without prompts are rounded up to; none where each number is its own
+    mixed_rows: tuple[int, ...]  # likewise of steps with prompts, and of a draft that catches up; more are not rounded
     most_rows: int  # of a measured step that only decodes
     most_context: int  # of all its requests together
     most_prompt_rows: int  # of a measured step with prompts, and of a draft that catches up

@@ -195,8 +195,15 @@ def _prompt_sizes(subject: Subject) -> list[int]:
     limits, how = subject.limits, subject.how
     room = (limits.max_running - limits.max_running // 2) * subject.most_context
     most = min(limits.max_batch_tokens, how.most_prompt_rows, room)
-    sizes = [LEAST_PROMPT_ROWS << i for i in range(most.bit_length()) if LEAST_PROMPT_ROWS << i < most]
-    return _coarse_first([*sizes, most]) if how.graph_rows else [most]
+    if not how.graph_rows:
+        return [most]
+    doubled = _coarse_first([*(size for size in _doublings(most) if size < most), most])
+    others = [size for size in how.mixed_rows if LEAST_PROMPT_ROWS < size < most]
+    return list(dict.fromkeys([*doubled, *(_coarse_first(others) if others else [])]))
+
+
+def _doublings(most: int) -> list[int]:
+    return [LEAST_PROMPT_ROWS << i for i in range(most.bit_length())]
 
 
 def prompt_batches(subject: Subject) -> list[Batch]:
@@ -206,7 +213,7 @@ def prompt_batches(subject: Subject) -> list[Batch]:
         size = _num_beside(subject, rows)
         chunks = _chunks(subject, rows - size)
         prompts = Batch(chunks, chunks, np.zeros_like(chunks), np.zeros_like(chunks))
-        batches += [_alike(size, 0, context).beside(prompts) for context in _contexts_beside(subject, size)]
+        batches += [_alike(size, 0, context).beside(prompts) for context in _contexts_beside(subject, size, rows)]
     return batches
 
 
@@ -217,7 +224,7 @@ def catch_up_batches(subject: Subject) -> list[Batch]:
     batches = []
     for rows in _prompt_sizes(subject):
         size = _num_beside(subject, rows)
-        for context in _contexts_beside(subject, size):
+        for context in _contexts_beside(subject, size, rows):
             kept_up = _alike(size, SOME, context)
             chunks = _chunks(subject, rows - int(kept_up.draft_rows.sum()))
             if chunks.size and chunks.min() > KEPT_UP:
@@ -231,10 +238,10 @@ def _num_beside(subject: Subject, rows: int) -> int:
     return min(subject.limits.max_running // 2, rows // 4, subject.how.most_rows // 8, MOST_BESIDE)
 
 
-def _contexts_beside(subject: Subject, num_requests: int) -> list[int]:
-    """Where no graphs run context costs what it does without prompts, and is known."""
+def _contexts_beside(subject: Subject, num_requests: int, rows: int) -> list[int]:
+    """Two, at some sizes. Where no graphs run context costs what it does without prompts, and is known."""
     contexts = subject.contexts(num_requests)
-    return contexts if subject.how.graph_rows else contexts[:1]
+    return contexts if subject.how.graph_rows and rows in _doublings(rows) else contexts[:1]
 
 
 def _chunks(subject: Subject, rows: int) -> IntArray:
@@ -494,14 +501,15 @@ class Samples:
         verify = make_curve(self._verify)
         first = make_curve(self._first_drafts())
         following = make_curve(self._next_drafts(), default=first)
-        catch_up = self._catch_up if self._subject.how.graph_rows else self._catch_up + self._first_forwards()
+        has_graphs = bool(self._subject.how.graph_rows)
+        catch_up = self._catch_up if has_graphs else self._catch_up + self._first_forwards()
         return Profile(
             about=about,
             verify=self._stepped(verify, limits.max_running * (1 + longest)),
-            prompts=make_curve(self._prompts, default=verify),
+            prompts=self._stepped_below(make_curve(self._prompts, default=verify, one_slope=has_graphs)),
             first_draft=self._stepped(first, limits.max_running),
             next_draft=self._stepped(following, limits.max_running),
-            catch_up=make_curve(catch_up, default=first),
+            catch_up=self._stepped_below(make_curve(catch_up, default=first, one_slope=has_graphs)),
             host=float(np.median(self._host)) if self._host else 0.0,
         )
 
@@ -536,10 +544,21 @@ class Samples:
         graphs = self._subject.how.graph_rows
         if not graphs or curve is NOTHING:
             return curve
-        sizes = np.array([size for size in graphs if size <= self._subject.graph_of(min(most_rows, graphs[-1]))])
-        seconds = curve(sizes, 0.0)
-        per_token = np.maximum(curve(sizes, 1.0) - seconds, 0.0)
-        return Curve(tuple(sizes.tolist()), tuple(seconds.tolist()), tuple(per_token.tolist()), is_stepped=True)
+        sizes = [size for size in graphs if size <= self._subject.graph_of(min(most_rows, graphs[-1]))]
+        return _with_steps(curve, sizes, sizes[-1])
+
+    def _stepped_below(self, curve: Curve) -> Curve:
+        """Likewise of steps with prompts, which go on where graphs end."""
+        sizes = [size for size in self._subject.how.mixed_rows if size <= self._subject.limits.max_batch_tokens]
+        if not sizes or curve is NOTHING:
+            return curve
+        return _with_steps(curve, [*sizes, *(rows for rows in curve.rows if rows > sizes[-1])], sizes[-1])
+
+
+def _with_steps(curve: Curve, sizes: Sequence[int], stepped_to: int) -> Curve:
+    seconds = curve(np.array(sizes), 0.0)
+    per_token = np.maximum(curve(np.array(sizes), 1.0) - seconds, 0.0)
+    return Curve(tuple(sizes), tuple(seconds.tolist()), tuple(per_token.tolist()), stepped_to)
 
 
 def _per_token(first: float, whole: float, length: int) -> float:
@@ -547,19 +566,27 @@ def _per_token(first: float, whole: float, length: int) -> float:
     return max((whole - first) / (length - SOME), LEAST_NEXT * first)
 
 
-def make_curve(samples: Iterable[Sample], default: Curve = NOTHING) -> Curve:
-    """A point for each number of rows. Where only one context was measured, others say what context costs."""
+def make_curve(samples: Iterable[Sample], default: Curve = NOTHING, one_slope: bool = False) -> Curve:
+    """A point for each number of rows. Where only one context was measured, others say what context costs.
+
+    `one_slope`: it costs the same at all of them, so that the noise of large steps is not taken for it.
+    """
     groups: defaultdict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
         groups[sample.rows].append(sample)
     if not groups:
         return default
-    known = {rows: fit_line(group) for rows, group in sorted(groups.items()) if _num_contexts(group) > 1}
-    slopes = [slope for _, slope in known.values()]
+    lines = {rows: fit_line(group) for rows, group in sorted(groups.items()) if _num_contexts(group) > 1}
+    slopes = [slope for _, slope in lines.values()]
     points = []
     for rows, group in sorted(groups.items()):
-        slope = float(np.interp(rows, list(known), slopes)) if known else 0.0
-        points.append((rows, *known.get(rows, (_at_slope(group, slope), slope))))
+        if rows in lines and not one_slope:
+            points.append((rows, *lines[rows]))
+            continue
+        slope = 0.0
+        if lines:
+            slope = float(np.median(slopes) if one_slope else np.interp(rows, list(lines), slopes))
+        points.append((rows, _at_slope(group, slope), slope))
     rows_of, seconds, per_token = zip(*points, strict=True)
     return Curve(rows_of, seconds, per_token)
 

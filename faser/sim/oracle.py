@@ -100,7 +100,7 @@ class Replayed:
 
     def runs(self, request: int, size: int) -> IntArray:
         whole: IntArray = self._runs[self.chosen[request]]
-        return whole[np.arange(size) % whole.size]
+        return whole[:size] if size <= whole.size else np.resize(whole, size)
 
     def confidence(self, request: int, first: int, size: int) -> FloatArray:
         whole: FloatArray = self.source.confidence[self.chosen[request]]

@@ -76,10 +76,14 @@ class Replica:
 
 
 class _SilentCost(ProfiledCost):
-    """For policies that go by no cost: nobody looks at what the engine predicts, so nothing is spent on it."""
+    """Nobody looks at what the engine predicts, so nothing is spent on it."""
 
     def predict(self, plan: StepPlan) -> float:
         return 0.0
+
+
+class _IdleCost(_SilentCost):
+    """Nor at anything else, where the policy goes by no cost."""
 
     def learn(self, plan: StepPlan, spent: StepSeconds, seconds: float) -> None: ...
 
@@ -88,7 +92,7 @@ def make_replica(machine: Machine, policy: str, oracle: Oracle, seed: int = 0, w
     """Empty, at second 0, under a policy that has learned nothing yet. `seed` is of the noise alone."""
     chosen, limits, time = make_policy(policy), machine.limits, VirtualTime()
     goes_by_cost = getattr(chosen, "needs_cost", False)
-    cost = ProfiledCost(machine.profile) if goes_by_cost else _SilentCost(machine.profile)
+    cost = _SilentCost(machine.profile) if goes_by_cost else _IdleCost(machine.profile)
     executor = SimExecutor(
         limits,
         ProfiledCost(machine.profile),

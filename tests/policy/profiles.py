@@ -13,7 +13,8 @@ MS = 1e-3
 
 
 def curve(rows: tuple[int, ...], milliseconds: tuple[float, ...], per_token: float, is_stepped: bool = False) -> Curve:
-    return Curve(rows, tuple(MS * each for each in milliseconds), (per_token,) * len(rows), is_stepped)
+    seconds = tuple(MS * each for each in milliseconds)
+    return Curve(rows, seconds, (per_token,) * len(rows), rows[-1] if is_stepped else 0)
 
 
 H200 = Profile(
@@ -25,7 +26,7 @@ H200 = Profile(
     catch_up=curve((512, 4096), (1.7, 12.5), 8e-9),
     host=5e-5,
 )
-SMOOTH = replace(H200, verify=replace(H200.verify, is_stepped=False))  # no graph sizes: every row counts
+SMOOTH = replace(H200, verify=replace(H200.verify, stepped_to=0))  # no graph sizes: every row counts
 
 
 def make_view(

@@ -34,28 +34,29 @@ from tests.tiny import make_draft, make_model
 MS, NS = 1e-3, 1e-9
 LOOK = 0.03 * MS  # at a draft, between two of its tokens
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-GPU = Profiling(12.0, SIZES, most_rows=1024, most_context=2**18, most_prompt_rows=4096)
+MIXED = (32, 64, 96, 128, 256, 384, 512, 768, 1024)
+GPU = Profiling(12.0, SIZES, MIXED, most_rows=1024, most_context=2**18, most_prompt_rows=4096)
 LIMITS = Limits(32, 2048, 4096, 4096)
-CPU = Profiling(6.0, (), most_rows=64, most_context=4096, most_prompt_rows=128)
+CPU = Profiling(6.0, (), (), most_rows=64, most_context=4096, most_prompt_rows=128)
 
 
-def line(rows: tuple[int, ...], base: float, slope: float, per_token: float, is_stepped: bool) -> Curve:
+def line(rows: tuple[int, ...], base: float, slope: float, per_token: float, stepped_to: int) -> Curve:
     seconds = tuple(base + slope * each for each in rows)
-    return Curve(rows, seconds, (per_token,) * len(rows), is_stepped)
+    return Curve(rows, seconds, (per_token,) * len(rows), stepped_to)
 
 
 def machine(how: Profiling) -> Profile:
     """Milliseconds like an H200's. Where no graphs run, all rows of a model cost alike."""
-    stepped = bool(how.graph_rows)
-    rows = how.graph_rows or (1, 512)
+    rows, mixed = how.graph_rows or (1, 512), (*(how.mixed_rows or (1,)), 4096)
+    stepped, below = max(how.graph_rows, default=0), max(how.mixed_rows, default=0)
     behind = 2.0 if stepped else 1.0
     return Profile(
         about={},
         verify=line(rows, 4 * MS, 0.02 * MS, 27 * NS, stepped),
-        prompts=line((1, 4096), 4 * MS * behind, 0.02 * MS, 27 * NS, False),
+        prompts=line(mixed, 4 * MS * behind, 0.02 * MS, 27 * NS, below),
         first_draft=line(rows, 0.8 * MS, 0.005 * MS, 7 * NS, stepped),
         next_draft=line(rows, 0.7 * MS, 0.004 * MS, 7 * NS, stepped),
-        catch_up=line((1, 4096), 0.8 * MS * behind, 0.005 * MS / 1.5, 7 * NS, False),
+        catch_up=line(mixed, 0.8 * MS * behind, 0.005 * MS / 1.5, 7 * NS, below),
         host=0.1 * MS,
     )
 
@@ -129,6 +130,8 @@ class SimulatedAhead(Simulated):
     def collect(self) -> StepResult:
         return self.results.popleft()
 
+    def go_on(self) -> None: ...
+
     def may_run_ahead(self, plan: StepPlan) -> bool:
         return True
 
@@ -163,9 +166,10 @@ def test_profiling_a_machine_with_graphs_gives_the_machine(kind):
     assert found.first_draft.rows == found.next_draft.rows == tuple(size for size in SIZES if size <= 32)
     assert_same(found.first_draft, right.first_draft, range(1, 33))
     assert_same(found.next_draft, right.next_draft, range(1, 33))
-    assert not found.prompts.is_stepped
-    assert_same(found.prompts, right.prompts, range(64, 2049, 64))
-    assert_same(found.catch_up, right.catch_up, range(64, 2049, 64))
+    assert found.prompts.rows == found.catch_up.rows == (*MIXED, 2048)
+    assert found.prompts.stepped_to == found.catch_up.stepped_to == MIXED[-1]
+    assert_same(found.prompts, right.prompts, range(33, 2049))
+    assert_same(found.catch_up, right.catch_up, range(33, 2049))
     assert found.stop_seconds == pytest.approx(LOOK, rel=0.01)
     assert found.about == {"hardware": "simulated"}
     assert set(found.errors) == {"verify", "draft", "verify_worst", "draft_worst"}
@@ -178,7 +182,7 @@ def test_profiling_a_machine_with_graphs_gives_the_machine(kind):
 
 def test_profiling_a_machine_without_graphs_gives_the_machine():
     found, right = profile_of(make_subject(CPU, Limits(16, 512, 2048, 2048))), machine(CPU)
-    assert not any(curve.is_stepped for curve in (found.verify, found.first_draft, found.next_draft))
+    assert not any(curve.stepped_to for curve in (found.verify, found.prompts, found.first_draft, found.next_draft))
     assert_same(found.verify, right.verify, range(1, 65))
     assert_same(found.next_draft, right.next_draft, range(1, 17))
     assert_same(found.prompts, right.prompts, range(1, 512))

@@ -79,7 +79,9 @@ def choose(
     group = num_heads // num_kv_heads
     block_m, rows_per_tile = _tile_size(group, rows_per_request, head_dim, dtype)
     num_programs = num_requests * -(-rows_per_request // rows_per_tile) * num_kv_heads
-    block_n, num_warps, num_stages = _block(block_m, head_dim, dtype, crowded=num_programs >= 2 * num_sms)
+    # How many requests there are besides others is not known, and few are worse served as many than many as few.
+    is_crowded = num_programs >= 2 * num_sms and step_rows is None
+    block_n, num_warps, num_stages = _block(block_m, head_dim, dtype, is_crowded)
     min_split = max(128 if block_m < 64 else 256, block_n)
     num_splits = -(-max_context // MAX_SPLIT)
     if step_rows is not None:

@@ -11,7 +11,7 @@ from faser.models.transformer import Transformer
 from faser.progress import progress_bar
 from faser.runtime.cuda.executor import CudaExecutor
 from faser.runtime.cuda.memory import Ledger, explained_shortage
-from faser.runtime.cuda.model import ROW_BUCKETS, CudaModel
+from faser.runtime.cuda.model import MIXED_BUCKETS, ROW_BUCKETS, CudaModel
 from faser.runtime.cuda.sampling import Slots
 from faser.runtime.device import Parts, Profiling
 from faser.runtime.drafter import NgramDrafter
@@ -28,7 +28,7 @@ class CudaDevice:
     max_running = 256
     max_batch_tokens = 4096
     runs_ahead = True  # a step is planned while the one before it runs
-    profiling = Profiling(12.0, ROW_BUCKETS, most_rows=1024, most_context=2**18, most_prompt_rows=4096)
+    profiling = Profiling(14.0, ROW_BUCKETS, MIXED_BUCKETS, most_rows=1024, most_context=2**18, most_prompt_rows=4096)
 
     def default_kv_memory(self) -> None:
         return None

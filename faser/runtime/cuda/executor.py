@@ -1,12 +1,12 @@
 """The CUDA side of the seam: a plan becomes a few graph launches and one copy back.
 
 Positions, tokens, drafts and verdicts stay on the device; the host fills in who runs and reads what came of it. Steps
-whose requests all decode replay graphs, drafting included; so do steps with up to a thousand prompt rows, one graph for
-the layers and one for the head; larger ones are enqueued kernel by kernel, which the host does faster than a GPU
-computes so many rows. Requests whose sampling is more than a temperature (filters,
-penalties, bias, log-probabilities) have the logits of their rows made once more, outside the graphs, and sampled anew
-from what the filters leave; those with a grammar have their rows sampled on the host, by the same code as on the CPU.
-Drafts of either are guessed with the temperature alone, which costs agreement and never a token.
+whose requests all decode replay graphs, drafting included; so do steps with up to two thousand prompt rows, one graph
+for the layers and one for the head; larger ones are enqueued kernel by kernel, which the host does faster than a GPU
+computes so many rows. Requests whose sampling is more than a temperature (filters, penalties, bias, log-probabilities)
+have the logits of their rows made once more, outside the graphs, and sampled anew from what the filters leave; those
+with a grammar have their rows sampled on the host, by the same code as on the CPU. Drafts of either are guessed with
+the temperature alone, which costs agreement and never a token.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class CudaExecutor:
             self._submit(plan)
 
     def _submit(self, plan: StepPlan) -> None:
-        self._complete()
+        self._go_on()
         for slot in plan.released:
             self._sampler.release(slot)
         self._admit(plan.admitted)
@@ -158,8 +158,14 @@ class CudaExecutor:
         if flight.drafting is None:
             self._finish(flight)
 
-    def _complete(self) -> None:
-        """Go on with the one step that may still be drafting: token by token, as long as its rule says so."""
+    def go_on(self) -> None:
+        """Through with the step that may still be drafting, whatever the host has to do before the next."""
+        if self._flights and self._flights[-1].drafting is not None:
+            with torch.inference_mode(), explained_shortage(EngineError):
+                self._go_on()
+
+    def _go_on(self) -> None:
+        """Draft token by token, as long as the step's rule says so; then verify."""
         flight = self._flights[-1] if self._flights else None
         if flight is None or flight.drafting is None:
             return
@@ -184,8 +190,7 @@ class CudaExecutor:
     def collect(self) -> StepResult:
         """What came of the oldest step that was submitted; waits for it."""
         if len(self._flights) == 1:
-            with torch.inference_mode(), explained_shortage(EngineError):
-                self._complete()
+            self.go_on()
         flight = self._flights.popleft()
         seconds = flight.landing.marks.wait()
         self._landings.append(flight.landing)

@@ -35,7 +35,7 @@ ROW_BUCKETS = (
 ROWS_PER_REQUEST = (1, 2, 4, 8, 16)
 # Likewise of steps that have prompts, or a draft that catches up. Beyond them a GPU takes longer than the host, which
 # then launches kernel by kernel: 13 ms for the 32 layers of an 8B.
-MIXED_BUCKETS = (8, 16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, *range(512, 1025, 128))
+MIXED_BUCKETS = (8, 16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, *range(512, 2049, 128))
 FEW_ROWS = 8  # of requests that decode beside prompts: they are attended apart, in tiles of their size
 
 
