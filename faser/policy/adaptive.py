@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,8 +22,10 @@ DEPTH = MOST_LENGTH
 MOST_SLOTS = 512  # in one step; where so many rows are verified, every row costs its full share
 TYPICAL_REST = 128  # tokens a request goes on for, as far as anybody knows, and as many again as it has put out
 LOOK_GAIN = 0.1  # of the step of a single request, by replay (docs/lab.md); of several as much for all of them
-MOST_LOOKED_AT = 4  # requests: drafts that are looked at end together, and of more there is always one that looks good
-HORIZON = 256  # steps that a load is expected to last
+MOST_LOOKED_AT = 2  # requests: drafts that are looked at end together, and of more there is mostly one that looks good
+SPAN = 0.5  # seconds of steps that traffic is counted over
+LASTING = 0.75  # of that traffic, that is expected to go on
+MOST_RUNNING = 256  # requests a batch is expected to grow to
 FADING = 0.99  # weight of the steps before in the share of steps that have prompts
 SLACK = 0.1  # share of steps without prompts below which they are taken to be running out
 PROMPT_ROWS = 512  # a step with about so many prompt rows says what one more row costs beside prompts
@@ -41,9 +44,9 @@ class Adaptive:
     and number of slots the expected tokens and the seconds of the step are known; drafting is priced as it runs, each
     position with the requests that reach it. The fastest step has the most tokens per second. From that follows what a
     token is worth: the seconds it saves later, its share of such a step; or only the row it saves, where prompts fill
-    every step. Drafts must be worth more than they cost. A request whose draft fell behind joins only if what it gains
-    until it ends, as far as that can be guessed, exceeds its catch-up, or, where nobody drafts yet, if all together
-    soon gain more than theirs; so nobody flutters. If nothing is worth it all lengths are 0 and the draft does not run.
+    every step. Drafts must be worth more than they cost. Requests whose drafts fell behind join if what they will save
+    until they end, all together and in the batch that the traffic of late will make, exceeds their catch-up; so nobody
+    flutters. If nothing is worth it all lengths are 0 and the draft does not run.
     Where so few decode that a look at the draft's confidence between two of its tokens pays, lengths are as long as
     they may be, and drafts stop where another token would not be worth its cost.
     """
@@ -57,6 +60,7 @@ class Adaptive:
         self._looked_at = Acceptance(DEPTH)  # of drafts that go on because they look good
         self._calibration = Calibration()
         self._stopping: Stopping | None = None
+        self._prompt_rows = self._seconds = 0.0  # of late
         self._beside_prompts = 0.0  # share of steps, of late
 
     def learn(self, outcome: Outcome) -> None:
@@ -66,6 +70,9 @@ class Adaptive:
             self._acceptance.learn(outcome, depth=1)
             self._looked_at.learn(outcome)
             self._calibration.learn(outcome)
+        kept = math.exp(-outcome.seconds / SPAN)
+        self._prompt_rows = kept * self._prompt_rows + outcome.num_prefill_rows
+        self._seconds = kept * self._seconds + outcome.seconds
         self._beside_prompts += (1 - FADING) * ((outcome.num_prefill_rows > 0) - self._beside_prompts)
 
     def stopping(self) -> Stopping | None:
@@ -88,13 +95,10 @@ class Adaptive:
         fastest = steps.fastest()
         if fastest is None:
             return none
-        late = _Catchup.of(view, view.cost, fastest, worth)
-        dear = late.too_dear(view, fastest)
-        if dear.any():
-            others = _Steps(batch, slots.without(dear))
-            without = others.fastest()
-            if without is not None or not late.pays_together():
-                steps, fastest = others, without
+        late = (fastest.lengths > 0) & (view.lag > KEPT_UP)
+        if late.any() and not self._catch_up_pays(view, view.cost, fastest, late):
+            steps = _Steps(batch, slots.without(late))
+            fastest = steps.fastest()
         if fastest is None:
             return none
         price = self._price(fastest.seconds_per_token, row)
@@ -105,6 +109,42 @@ class Adaptive:
             return chosen.lengths
         self._stopping = self._rule(view, view.cost, view.cost.stop_seconds, price)
         return np.where(chosen.lengths > 0, np.minimum(view.limit, DEPTH), 0)
+
+    def _catch_up_pays(self, view: BatchView, cost: Cost, fastest: _Choice, late: NDArray[np.bool_]) -> bool:
+        """Whether those whose drafts fell behind save more, all together and until they end, than it takes them."""
+        drafting = fastest.lengths > 0
+        number, context = int(np.count_nonzero(drafting)), float(drafting @ view.num_tokens)
+        rows = int(drafting @ view.lag)
+        seconds = float(cost.first_draft(number, context, rows) - cost.first_draft(number, context))
+        rest = np.minimum(view.remaining, TYPICAL_REST + view.num_output)
+        return self._saved_by_token(view, cost) * float(rest[late].sum()) > seconds
+
+    def _saved_by_token(self, view: BatchView, cost: Cost) -> float:
+        """Seconds that drafts save for every token, in the batch that the traffic of late will make."""
+        size, context = self._coming_size(view, cost), float(view.num_tokens.mean())
+        lengths = LEVELS + 1
+        plain = float(cost.verify(size, size * context)) + cost.host
+        seconds = cost.verify(size * (1 + lengths), size * context) + cost.host
+        seconds = seconds + cost.first_draft(size, size * context) + LEVELS * cost.next_draft(size, size * context)
+        tokens = 1 + self._acceptance.rates.cumprod().cumsum()
+        return (plain - float((seconds / tokens).min())) / size
+
+    def _coming_size(self, view: BatchView, cost: Cost) -> int:
+        """Requests in the batch, when it puts out as many tokens as are asked for: at least as many as there are.
+
+        Prompts take a share of the time, and every prompt asks for an answer. In a burst the batch is yet to grow, and
+        in a large batch drafts save little: what a draft's prompt costs now would never be repaid.
+        """
+        sizes = np.arange(view.num_requests, max(view.num_requests, MOST_RUNNING) + 1)
+        context = float(view.num_tokens.mean())
+        seconds = cost.verify(sizes, (sizes * context).astype(np.float64)) + cost.host
+        row = float(cost.verify(1, context, PROMPT_ROWS) - cost.verify(1, context)) / PROMPT_ROWS
+        rows_per_second = LASTING * self._prompt_rows / max(self._seconds, 1e-9)
+        prompt = float((view.num_tokens - view.num_output).mean())
+        answer = float(np.minimum(view.num_output + view.remaining, TYPICAL_REST + 2 * view.num_output).mean())
+        asked = rows_per_second / prompt * answer  # tokens a second
+        suffices = sizes * max(0.0, 1 - rows_per_second * row) >= asked * seconds
+        return int(sizes[suffices.argmax()]) if suffices.any() else int(sizes[-1])
 
     def _survival(self, view: BatchView) -> FloatArray:
         """[B, depth] the chance that a draft is accepted so far, to the depth that so many requests might reach."""
@@ -196,7 +236,6 @@ class _Choice:
     lengths: IntArray
     gains: FloatArray  # [B] tokens
     seconds: float  # of the step
-    plain_seconds: float  # of the step without drafts
 
     @property
     def num_tokens(self) -> float:
@@ -206,11 +245,6 @@ class _Choice:
     @property
     def seconds_per_token(self) -> float:
         return self.seconds / self.num_tokens
-
-    @property
-    def slot_seconds(self) -> float:
-        """What one drafted token costs, drafting and verification."""
-        return (self.seconds - self.plain_seconds) / max(1, int(self.lengths.sum()))
 
 
 class _Steps:
@@ -256,7 +290,7 @@ class _Steps:
         owner = self._owner[: last + 1][taken]
         lengths = np.bincount(owner, minlength=self._batch.size)
         gains = np.bincount(owner, self._survival[: last + 1][taken], minlength=self._batch.size).astype(np.float64)
-        return _Choice(lengths, gains, float(seconds.flat[best]), plain)
+        return _Choice(lengths, gains, float(seconds.flat[best]))
 
 
 def _added_up(levels: Numbers) -> Numbers:
@@ -270,36 +304,3 @@ def _worth_a_look(stop_seconds: float, fastest: _Choice) -> bool:
     """Whether to look at drafts while they are made; what that gains is shared by all whose drafts end together."""
     size = fastest.lengths.size
     return size <= MOST_LOOKED_AT and LOOK_GAIN / size * fastest.seconds > stop_seconds * int(fastest.lengths.max())
-
-
-@dataclass(frozen=True)
-class _Catchup:
-    """What it takes before everybody who drafts in a step can, and what that brings. Arrays are [B]."""
-
-    behind: NDArray[np.bool_]
-    seconds: FloatArray  # each one's part
-    saved: FloatArray  # seconds, in every step
-
-    @classmethod
-    def of(cls, view: BatchView, cost: Cost, fastest: _Choice, worth: float) -> _Catchup:
-        """`worth`: seconds that a token is, where nobody drafts."""
-        drafting = fastest.lengths > 0
-        behind = drafting & (view.lag > KEPT_UP)
-        saved = worth * fastest.gains - fastest.slot_seconds * fastest.lengths
-        if not behind.any():
-            return cls(behind, np.zeros(behind.size), saved)
-        number, context = int(np.count_nonzero(drafting)), float(drafting @ view.num_tokens)
-        rows = int(drafting @ view.lag)
-        late = float(cost.first_draft(number, context, rows) - cost.first_draft(number, context))
-        share = behind * view.lag
-        return cls(behind, late * share / int(share.sum()), saved)
-
-    def too_dear(self, view: BatchView, fastest: _Choice) -> NDArray[np.bool_]:
-        """Whose part exceeds what they save until they end."""
-        rest = np.minimum(view.remaining, TYPICAL_REST + view.num_output) / (1 + fastest.gains)  # steps
-        dear: NDArray[np.bool_] = self.behind & (self.saved * rest <= self.seconds)
-        return dear
-
-    def pays_together(self) -> bool:
-        """Whether to begin drafting at all is worth all of it: those who come later join for little."""
-        return float(self.saved.sum()) * HORIZON > float(self.seconds.sum())

@@ -152,10 +152,11 @@ def test_drafts_that_were_looked_at_say_nothing_of_others_but_by_their_first_tok
     assert policy._looked_at.rates[3] > 0.9
 
 
-@pytest.mark.parametrize(("size", "lag", "pays"), [(64, 400, True), (128, 4000, False)])
-def test_a_batch_that_fell_behind_catches_up_together_where_nobody_drafts_yet(size, lag, pays):
-    """None of them alone lives to see it pay; those who come after them may."""
+@pytest.mark.parametrize(
+    ("size", "lag", "remaining", "pays"), [(64, 400, 200, True), (64, 400, 6, False), (128, 4000, 200, False)]
+)
+def test_a_batch_that_fell_behind_catches_up_together_if_they_live_to_see_it_pay(size, lag, remaining, pays):
     view = make_view(size, lag=lag, accepted=150, judged=200)
-    view = replace(view, remaining=np.full(size, 6), num_output=np.full(size, 100))
+    view = replace(view, remaining=np.full(size, remaining), num_output=np.full(size, 100))
     assert np.array(lengths_of(view)).all() == pays
     assert np.array(lengths_of(view)).any() == pays
