@@ -34,6 +34,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     engine = _add_engine_sizes(parser)
     engine.add_argument("--policy", help=f"{POLICIES}; default: faser with a draft, off without")
     engine.add_argument("--no-prefix-caching", action="store_true")
+    _add_early_exit(engine)
     _add_profile_file(engine)
 
 
@@ -61,6 +62,14 @@ def _add_engine_sizes(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
     return engine
 
 
+def _add_early_exit(engine: argparse._ArgumentGroup) -> None:
+    engine.add_argument(
+        "--early-exit", choices=("auto", "on", "off"), default="auto",
+        help="drop drafts in the midst of a verification: where by the profile it pays (default), always, never; "
+        "not on a GPU yet",
+    )  # fmt: skip
+
+
 def _add_profile_file(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument(
         "--profile", metavar="FILE",
@@ -77,7 +86,7 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=float, metavar="S", help="seconds; default: 12 on a GPU, 6 on a CPU")
     engine = _add_engine_sizes(parser)
     engine.add_argument("--policy", help="whose lengths to prepare for; default: as for `faser serve`")
-    parser.set_defaults(profile=None, no_prefix_caching=False)
+    parser.set_defaults(profile=None, no_prefix_caching=False, early_exit="auto")
 
 
 def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
@@ -93,6 +102,7 @@ def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
         "kv_memory": None if args.kv_memory is None else _num_bytes("--kv-memory", args.kv_memory, 2**30),
         "prefix_caching": not args.no_prefix_caching,
         "profile": args.profile,
+        "early_exit": args.early_exit,
     }
 
 
@@ -219,6 +229,7 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--prefix-caching", dest="no_prefix_caching", action="store_false", help="default: off, so that runs are alike"
     )
+    _add_early_exit(engine)
     engine.add_argument(
         "--acceptance", type=float, metavar="P",
         help="accept each drafted token with this probability, whatever it says: wrong text, real cost",

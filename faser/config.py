@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from faser.errors import ConfigError
 from faser.models import config as model_config
 from faser.policy import Policy, make_policy
+from faser.policy.early_exit import MODES as EARLY_EXIT
 
 NGRAM = "ngram"
 DEFAULT_POLICY = "faser"  # with a draft
@@ -31,6 +32,7 @@ class EngineOptions:
     num_pages: int | None = None  # pages of each pool, instead of kv_memory
     prefix_caching: bool = True
     acceptance: float | None = None  # accept each draft with this probability whatever it says: wrong text, real cost
+    early_exit: str = "auto"  # drop drafts in the midst of a verification: where that pays, always, never
     profile: str | None = None  # a file of what forwards cost, for policies that ask; None: one kept, or measured now
 
     def __post_init__(self) -> None:
@@ -49,6 +51,8 @@ class EngineOptions:
             raise ConfigError(f"dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
         if self.device not in DEVICES:
             raise ConfigError(f"device={self.device!r}: expected one of {', '.join(DEVICES)}")
+        if self.early_exit not in EARLY_EXIT:
+            raise ConfigError(f"early_exit={self.early_exit!r}: expected one of {', '.join(EARLY_EXIT)}")
         if self.acceptance is not None and not 0 <= self.acceptance <= 1:
             raise ConfigError(f"acceptance={self.acceptance!r}: expected a probability, 0 to 1")
 

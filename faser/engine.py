@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from faser.cost import StepCost
 from faser.policy.base import Outcome
+from faser.policy.early_exit import EarlyExit, ExitRule
 from faser.profile import ProfiledCost
 from faser.scheduler import Scheduler
 from faser.stats import EngineStats
@@ -59,7 +60,8 @@ class AsyncExecutor(Protocol):
 
 @dataclass(frozen=True)
 class _Flight:
-    plan: StepPlan
+    plan: StepPlan  # the scheduler's
+    exits: ExitRule | None
     predicted: float | None
     started: float
     planned: float
@@ -68,6 +70,7 @@ class _Flight:
 class Engine:
     """Requests in, tokens out, one step at a time.
 
+    `exits`, where given, drops drafts in the midst of verifications.
     `cost` is the one the scheduler's policy goes by, where it needs one. With an `AsyncExecutor` the next step is
     planned and submitted while this one runs, wherever it can be.
     """
@@ -78,11 +81,13 @@ class Engine:
         executor: Executor,
         clock: Callable[[], float] = perf_counter,
         cost: ProfiledCost | None = None,
+        exits: EarlyExit | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.stats = EngineStats()
         self.cost = cost or StepCost()
+        self.exits = exits
         self._async = executor if isinstance(executor, AsyncExecutor) else None
         self._flights: deque[_Flight] = deque()
         self._landed = float("-inf")  # when the last step ended
@@ -115,17 +120,18 @@ class Engine:
         plan = self.scheduler.plan()
         if plan is None:
             return False
+        exits = self.exits.rule_for(plan) if self.exits is not None else None
         predicted = self.cost.predict(plan)
         planned = self._clock()
         if self._async is not None:
-            self._async.submit(plan)
-        self._flights.append(_Flight(plan, predicted, started, planned))
+            self._async.submit(_with_exits(plan, exits))
+        self._flights.append(_Flight(plan, exits, predicted, started, planned))
         return True
 
     def _land(self) -> list[Progress]:
         flight = self._flights.popleft()
-        plan = flight.plan
-        result = self._async.collect() if self._async is not None else self.executor.execute(plan)
+        plan, exits = flight.plan, flight.exits
+        result = self._async.collect() if self._async else self.executor.execute(_with_exits(plan, exits))
         progress = self.scheduler.commit(plan, result)
         ended = self._clock()
         # A step planned ahead began, as far as anybody waited for it, when the one before it ended.
@@ -136,7 +142,10 @@ class Engine:
         if plan.stopping is not None:  # what was to be drafted is known by now
             plan = replace(plan, lengths=result.num_drafted)
             predicted = self.cost.predict(plan)
-        self.cost.learn(plan, result.seconds, ended - started)
+        if self.exits is not None and exits is not None:
+            self.exits.learn(exits, plan, result)
+        if exits is None or not exits.is_trial:  # no other step takes as long as a trial
+            self.cost.learn(plan, result.seconds, ended - started)
         self._teach(plan, result, ended - started)
         self.stats.record(plan, result, progress, started=started, planned=planned, ended=ended, predicted=predicted)
         return progress
@@ -166,3 +175,7 @@ class Engine:
 
     def close(self) -> None:
         self.executor.close()
+
+
+def _with_exits(plan: StepPlan, exits: ExitRule | None) -> StepPlan:
+    return plan if exits is None else replace(plan, exits=exits)

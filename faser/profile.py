@@ -103,6 +103,7 @@ class Profile:
     catch_up: Curve  # the first draft where some have more to compute, by rows
     host: float  # seconds of a step outside both models
     stop_seconds: float | None = None  # of a look at a draft between two of its tokens; None: it cannot be looked at
+    exit_check: Curve | None = None  # of an early exit's look at so many drafts, going on included; None: there is none
     # of configurations it was not made from: share of the seconds, mean and worst
     errors: Mapping[str, float] = field(default_factory=dict)
 
@@ -128,11 +129,12 @@ class Profile:
         try:
             curves = {name: _curve_of(given[name]) for name in CURVES}
             errors = {str(name): float(error) for name, error in given["errors"].items()}
-            looks = given["stop_seconds"]
+            looks, check = given["stop_seconds"], given.get("exit_check")
             return cls(
                 dict(given["about"]),
                 host=float(given["host"]),
                 stop_seconds=None if looks is None else float(looks),
+                exit_check=None if check is None else _curve_of(check),
                 errors=errors,
                 **curves,
             )
@@ -259,6 +261,11 @@ class ProfiledCost:
     def verify(self, rows: Rows, context: Context, prompt_rows: int = 0) -> FloatArray:
         seconds: FloatArray = self._target_factor * self._verify(rows, context, prompt_rows)
         return seconds
+
+    def exit_check(self, drafts: int) -> float:
+        """Of an early exit's look at so many drafts."""
+        check = self.profile.exit_check
+        return 0.0 if check is None else float(self._target_factor * check(drafts, 0.0))
 
     def first_draft(self, requests: Rows, context: Context, rows: int = 0) -> FloatArray:
         seconds: FloatArray = self._draft_factor * self._first_draft(requests, context, rows)

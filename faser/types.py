@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from faser.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from faser.policy.early_exit import ExitRule
     from faser.policy.stopping import Stopping
 
 IntArray = NDArray[np.int64]
@@ -323,6 +324,7 @@ class StepPlan:
     target_pages: PageWrites
     draft_pages: PageWrites
     stopping: Stopping | None = None  # drafts may end before `lengths`, by this rule
+    exits: ExitRule | None = None  # drafts may be dropped in the midst of the verification, by this one
 
     def settle(self, refused: IntArray, short: NDArray[np.bool_]) -> StepPlan:
         """The plan as it stands when of the drafts [B] the step before was to make so many came to nothing.
@@ -358,6 +360,16 @@ class StepSeconds:
 
 
 @dataclass(frozen=True)
+class ExitReadings:
+    """What the points of an early exit saw of n drafts, and what they left; see faser/policy/early_exit.py."""
+
+    owner: IntArray  # [n] index in the plan
+    place: IntArray  # [n] within the owner's drafts, from 0
+    features: FloatArray  # [points, n, F]; NaN at points that a draft did not reach
+    kept: IntArray  # [points, B] drafts that each request still has behind the point
+
+
+@dataclass(frozen=True)
 class StepResult:
     """What came of a plan, in the plan's order. Arrays are [B] but for token_ids.
 
@@ -374,6 +386,7 @@ class StepResult:
     )  # by index in the plan: a request that cannot go on, and why
     seconds: StepSeconds = StepSeconds()
     confidence: FloatArray | None = None  # [B, depth] the draft's own, of what it drafted, where it was looked at
+    exits: ExitReadings | None = None  # where the plan has a rule to exit by
 
     def short_of(self, lengths: IntArray) -> NDArray[np.bool_]:
         """[B] whose draft stopped before its length and was accepted as far as it went."""

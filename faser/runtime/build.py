@@ -23,6 +23,7 @@ from faser.models.source import DEFAULT_DRAFT, PatchSource, Source, open_draft, 
 from faser.models.transformer import Transformer
 from faser.pages import PagePool
 from faser.policy import MAX_LENGTH, Policy
+from faser.policy.early_exit import EarlyExit
 from faser.profile import Profile, ProfiledCost
 from faser.progress import progress_bar
 from faser.runtime import saved_profiles
@@ -155,7 +156,18 @@ def build_engine(
         prefix_caching=options.prefix_caching,
         cost=cost,
     )
-    return Engine(scheduler, made.executor, cost=cost)
+    return Engine(scheduler, made.executor, cost=cost, exits=_make_exits(made, options, cost))
+
+
+def _make_exits(made: _Made, options: EngineOptions, cost: ProfiledCost | None) -> EarlyExit | None:
+    """None where there is nothing to decide: without drafts, or, for `auto`, without a profile to decide by."""
+    mode = options.early_exit
+    if mode == "on" and not made.device.can_exit:
+        raise ConfigError(f"early_exit=on: verifications on {made.device.name} have no early exit; leave it out")
+    has_price = cost is not None and cost.profile.exit_check is not None
+    if made.draft is None or mode == "off" or not made.device.can_exit or (mode == "auto" and not has_price):
+        return None
+    return EarlyExit(mode, made.target.num_layers, cost)
 
 
 def measure_profile(pair: LoadedPair, options: EngineOptions, budget: float | None = None) -> tuple[Profile, float]:
@@ -258,6 +270,7 @@ def _measure(made: _Made, budget: float | None = None) -> tuple[Profile, float]:
         usual_length=_usual_length(made.policy, made.draft),
         vocab_size=made.target.config.vocab_size,
         how=made.device.profiling,
+        exit_layer=made.target.num_layers // 2 if made.device.can_exit else 0,
     )
     started = perf_counter()
     with progress_bar("profiling") as update:

@@ -74,6 +74,11 @@ class Device(Protocol):
     @property
     def profiling(self) -> Profiling: ...
 
+    @property
+    def can_exit(self) -> bool:
+        """Whether its executor drops drafts in the midst of a verification."""
+        ...
+
     def default_kv_memory(self) -> int | None:
         """Bytes to give to KV pages where the user did not say; None: what the models leave free."""
         ...

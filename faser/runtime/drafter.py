@@ -22,7 +22,7 @@ from faser.types import FloatArray, IntArray, StepPlan
 
 @dataclass(frozen=True)
 class Drafts:
-    """What was drafted: how many tokens [B], and, where the plan has a rule to stop by, their confidence [B, depth]."""
+    """What was drafted: how many tokens [B], and, where the plan has a rule that asks, their confidence [B, depth]."""
 
     num_tokens: IntArray
     confidence: FloatArray | None = None
@@ -57,7 +57,9 @@ class ModelDrafter:
         runs = np.flatnonzero(plan.draft_rows)
         if runs.size == 0:
             return Drafts(np.zeros_like(plan.lengths))
-        self._confidence = None if plan.stopping is None else np.full(plan.stopping.rates.shape, np.nan)
+        self._confidence = None
+        if plan.stopping is not None or plan.exits is not None:
+            self._confidence = np.full((plan.lengths.size, int(plan.lengths.max()) + 1), np.nan)
         rows = Rows.of(plan.slots[runs], plan.draft_start[runs], plan.draft_rows[runs])
         lengths, slots, positions = plan.lengths[runs], rows.slots, plan.num_tokens[runs]
         active = np.flatnonzero(lengths)

@@ -27,10 +27,10 @@ class TorchExecutor:
         self._update_slots(plan)
         drafts = self._drafter.draft(plan) if self._drafter is not None else Drafts(plan.lengths)
         num_verified = self._sampler.num_valid(plan.slots, plan.num_tokens, drafts.num_tokens)
-        verdict = self._verifier.verify(plan, num_verified)
+        verdict = self._verifier.verify(plan, num_verified, drafts.confidence)
         return StepResult(
             num_drafted=drafts.num_tokens,
-            num_verified=num_verified,
+            num_verified=verdict.num_verified,
             num_accepted=verdict.num_accepted,
             token_ids=verdict.token_ids,
             logprobs=verdict.logprobs,
@@ -39,7 +39,8 @@ class TorchExecutor:
                 draft=self._drafter.take_seconds() if self._drafter is not None else 0.0,
                 verify=self._verifier.take_seconds(),
             ),
-            confidence=drafts.confidence,
+            confidence=drafts.confidence if plan.stopping is not None else None,
+            exits=verdict.exits,
         )
 
     def _update_slots(self, plan: StepPlan) -> None:

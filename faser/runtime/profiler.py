@@ -14,7 +14,7 @@ What is measured, coarse before fine and several times at some distance, for as 
   requests, where the tokens behind the first cost what three take longer than one;
 * steps in which prompts, or drafts that fell behind, share the batch: some requests that decode, at two contexts, and
   as many more rows as are wanted;
-* one draft, looked at between its tokens and not: what a look costs;
+* one draft, looked at between its tokens and not: what a look costs; likewise verifications with an early exit;
 * random batches that none of this was made from, ragged in length and context: how wrong the profile is.
 """
 
@@ -30,6 +30,7 @@ import numpy as np
 
 from faser.engine import AsyncExecutor, Executor
 from faser.pages import NO_WRITES
+from faser.policy.early_exit import ExitPoint, ExitRule
 from faser.policy.stopping import Stopping
 from faser.profile import KEPT_UP, NOTHING, Curve, Profile, ProfiledCost, work_of
 from faser.progress import Update
@@ -53,6 +54,7 @@ LEAST_DECODED = 5  # batches at both ends
 WARM_UP = 0.02  # of the time
 DECODED, MIXED, ALL = 0.55, 0.8, 1.0  # shares of the time that are spent when each kind of step is done
 LEAST_PROMPT_ROWS = 64
+EXIT_REQUESTS = (1, 4, 16, 64)
 MOST_BESIDE = 32  # requests that decode beside prompts
 HELD_OUT = 12  # random batches
 PERIOD = 8  # of the made-up tokens: they repeat, so that prompt lookup finds drafts
@@ -71,6 +73,7 @@ class Subject:
     usual_length: int  # what the policy drafts at most, as far as it says
     vocab_size: int
     how: Profiling
+    exit_layer: int = 0  # of the target, after which an early exit looks at drafts; 0: there is none
 
     @property
     def longest(self) -> int:
@@ -129,6 +132,7 @@ class Batch:
     lengths: IntArray
     draft_rows: IntArray  # likewise the last of num_tokens
     is_looked_at: bool = False  # its drafts are, between their tokens, and always found good enough to go on
+    exit_layer: int = 0  # and after so many layers of the target, to no effect; 0: they are not
 
     @classmethod
     def decoding(cls, num_tokens: IntArray, lengths: IntArray, lag: IntArray | None = None) -> Batch:
@@ -357,6 +361,7 @@ class _Steps:
             target_pages=pages,
             draft_pages=pages if subject.has_draft_model else NO_WRITES,
             stopping=_never_stopping(batch) if batch.is_looked_at else None,
+            exits=ExitRule((ExitPoint.by_rank(batch.exit_layer, 1),), is_trial=True) if batch.exit_layer else None,
         )
 
     def _pages(self, batch: Batch) -> PageWrites:
@@ -403,7 +408,7 @@ class _Rounds:
         samples.add(self._run(self._decoding, DECODED, least=LEAST_DECODED))
         for number, batches in enumerate(self._mixed, 1):
             samples.add(self._run(batches, DECODED + (MIXED - DECODED) * number / len(self._mixed), least=1))
-        return replace(samples.profile(about), stop_seconds=self._stop_seconds())
+        return replace(samples.profile(about), stop_seconds=self._stop_seconds(), exit_check=self._exit_check())
 
     def errors(self, cost: ProfiledCost) -> dict[str, float]:
         """Of the held-out batches: the mean and the worst share by which predictions are wrong. Frees the slots."""
@@ -427,6 +432,21 @@ class _Rounds:
         plain = _alike(1, MORE, subject.contexts(1)[0])
         unseen, seen = (self._steps.run(replace(plain, is_looked_at=looked), max(TURNS)) for looked in (False, True))
         return max(0.0, float(seen.steps.min() - unseen.steps.min())) / (MORE - SOME)
+
+    def _exit_check(self) -> Curve | None:
+        """Of an early exit's look at drafts, by their number: what a verification takes longer that has one."""
+        subject = self._subject
+        if not subject.exit_layer or subject.longest < MORE:
+            return None
+        seconds: dict[int, float] = {}
+        for size in EXIT_REQUESTS:
+            plain = _alike(size, MORE, subject.contexts(size)[0])
+            if size > subject.limits.max_running or not subject.has_room_for(plain) or self._spent() >= ALL:
+                break
+            looked = replace(plain, exit_layer=subject.exit_layer)
+            without, with_it = (self._steps.run(batch, max(TURNS)).verify for batch in (plain, looked))
+            seconds[size * MORE] = max(with_it - without, max(seconds.values(), default=0.0))
+        return Curve(tuple(seconds), tuple(seconds.values()), (0.0,) * len(seconds)) if seconds else None
 
     def _warm_up(self) -> None:
         """Clocks rise, and whatever is only made once is made."""

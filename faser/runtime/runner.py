@@ -33,10 +33,20 @@ class ModelRunner:
 
     def forward(self, rows: Rows, token_ids: torch.Tensor, wanted: IntArray) -> torch.Tensor:
         """Compute all rows; logits [len(wanted), vocabulary] of the wanted ones, by row index."""
+        return self.logits(self.run(rows, self.model.embed(token_ids)), wanted)
+
+    def run(self, rows: Rows, hidden: torch.Tensor, first: int = 0, last: int | None = None) -> torch.Tensor:
+        """Layers first to last - 1 on hidden [R, hidden size]; all, unless said otherwise."""
         started = perf_counter()
         attend = CpuAttention(self.model, self._cache, self._table, rows)
-        hidden = self.model.run_layers(self.model.embed(token_ids), attend)
-        if wanted.size < rows.num_rows:
+        hidden = self.model.run_layers(hidden, attend, first, last)
+        self._seconds += perf_counter() - started
+        return hidden
+
+    def logits(self, hidden: torch.Tensor, wanted: IntArray) -> torch.Tensor:
+        """[len(wanted), vocabulary] of the wanted rows of hidden, out of whatever layer."""
+        started = perf_counter()
+        if wanted.size < hidden.shape[0]:
             hidden = hidden[torch.from_numpy(wanted)]
         logits = self.model.logits(hidden)
         self._seconds += perf_counter() - started

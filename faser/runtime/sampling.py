@@ -251,6 +251,25 @@ class Sampler:
         found: NDArray[np.float64] = log_p.exp().nan_to_num(0.0).double().cpu().numpy()
         return found
 
+    def standing(
+        self, logits: torch.Tensor, slots: IntArray, positions: IntArray, token_ids: IntArray
+    ) -> tuple[IntArray, NDArray[np.float64]]:
+        """How many candidates each row's token has above it, and how far the best is above: [N] each.
+
+        With the noise of rows that draw, as `sample` has it; bias, penalties and filters do not count.
+        """
+        rank, margin = np.empty(len(slots), np.int64), np.empty(len(slots), np.float64)
+        scores: Float32Array = logits.float().cpu().numpy()
+        draws = self._kind[slots] != _Kind.GREEDY
+        for rows in _blocks(len(slots), scores.shape[1]):
+            some = scores[rows]
+            if draws[rows].any():
+                some = np.where(draws[rows, None], self._scale(some, slots[rows]), some)
+                some += draws[rows, None] * gumbel(self._seeds[slots[rows]], positions[rows], some.shape[1])
+            own = np.take_along_axis(some, token_ids[rows, None], axis=1)
+            rank[rows], margin[rows] = (some > own).sum(axis=1), some.max(axis=1) - own[:, 0]
+        return rank, np.nan_to_num(margin, nan=0.0, posinf=0.0)
+
     def logprobs(self, logits: torch.Tensor, slots: IntArray, token_ids: IntArray) -> list[TokenLogprobs | None]:
         """The model's own log-probabilities, from raw logits [N, V], for the rows whose request asked; else None.
 

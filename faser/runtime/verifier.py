@@ -14,20 +14,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from faser.policy.early_exit import NUM_FEATURES, ExitRule, features_of, kept_by
 from faser.runtime.batch import Rows
 from faser.runtime.runner import ModelRunner
 from faser.runtime.sampling import Sampler, broken_rows
-from faser.types import IntArray, StepPlan, TokenLogprobs
+from faser.types import ExitReadings, FloatArray, IntArray, StepPlan, TokenLogprobs
 
 BROKEN = "the model gave no finite logits for this request (overflow in its dtype?); try another dtype"
 
 
 @dataclass(frozen=True)
 class Verdict:
+    num_verified: IntArray  # [B] drafts that went through all layers
     num_accepted: IntArray  # [B]
     token_ids: IntArray  # flat: accepted + bonus of each request that samples
     logprobs: dict[int, list[TokenLogprobs]]  # by index in the plan
     failures: dict[int, str]  # likewise: requests the target has no next token for
+    exits: ExitReadings | None = None
 
 
 class Verifier:
@@ -36,19 +39,29 @@ class Verifier:
         self._sampler = sampler
         self._history: IntArray = history.numpy()
 
-    def verify(self, plan: StepPlan, num_drafted: IntArray) -> Verdict:
-        """Judge the first num_drafted tokens [B] behind each context; there may be more, which nobody looks at."""
-        self._runner.apply(plan.target_pages)
+    def verify(self, plan: StepPlan, num_drafted: IntArray, confidence: FloatArray | None = None) -> Verdict:
+        """Judge the first num_drafted tokens [B] behind each context; there may be more, which nobody looks at.
+
+        `confidence` [B, depth] is the draft's own, for plans that have a rule to exit by.
+        """
+        runner = self._runner
+        runner.apply(plan.target_pages)
         rows = Rows.of(plan.slots, plan.start, plan.num_rows + num_drafted)
+        hidden = runner.model.embed(torch.from_numpy(self._history[rows.owners, rows.positions]))
+        exits = None
+        if plan.exits is not None and num_drafted.any():
+            rows, hidden, num_drafted, exits = self._exit(plan, plan.exits, rows, hidden, num_drafted, confidence)
+        first = plan.exits.layers[-1] if exits is not None and plan.exits is not None else 0
+        hidden = runner.run(rows, hidden, first)
         samples = np.flatnonzero(plan.samples)
         judged = num_drafted[samples] + 1  # [S] rows to judge: of the last context token and of every drafted one
         starts = np.cumsum(judged) - judged
         offsets = np.arange(judged.sum()) - np.repeat(starts, judged)  # 0 … num_drafted within each request
         wanted = np.repeat(rows.cu_rows[samples + 1] - judged, judged) + offsets
-        logits = self._runner.forward(rows, torch.from_numpy(self._history[rows.owners, rows.positions]), wanted)
+        logits = runner.logits(hidden, wanted)
         num_accepted = np.zeros_like(num_drafted)
         if samples.size == 0:
-            return Verdict(num_accepted, np.zeros(0, dtype=np.int64), {}, {})
+            return Verdict(num_drafted, num_accepted, np.zeros(0, dtype=np.int64), {}, {})
 
         slots, positions = rows.owners[wanted], rows.positions[wanted] + 1
         said = self._sampler.sample(logits, slots, positions)
@@ -59,10 +72,57 @@ class Verifier:
         logprobs = self._sampler.logprobs(logits, slots, said)
         reasons = {**self._sampler.failed_rows, **dict.fromkeys(np.flatnonzero(broken_rows(logits)).tolist(), BROKEN)}
         failures = _failures(reasons, emitted, samples, starts)
-        return Verdict(num_accepted, said[emitted], _by_request(logprobs, samples, starts, accepted + 1), failures)
+        told = _by_request(logprobs, samples, starts, accepted + 1)
+        return Verdict(num_drafted, num_accepted, said[emitted], told, failures, exits)
+
+    def _exit(
+        self,
+        plan: StepPlan,
+        rule: ExitRule,
+        rows: Rows,
+        hidden: torch.Tensor,
+        num_drafted: IntArray,
+        confidence: FloatArray | None,
+    ) -> tuple[Rows, torch.Tensor, IntArray, ExitReadings]:
+        """Layers up to the last point of the rule. The rows that are left, out of them, and the drafts [B] these hold.
+
+        A draft is judged by the row before it, so that one stays and the draft's own row goes.
+        """
+        owner = np.repeat(np.arange(num_drafted.size), num_drafted)
+        place = np.arange(owner.size) - np.repeat(np.cumsum(num_drafted) - num_drafted, num_drafted)
+        sure = np.full(owner.size, np.nan) if confidence is None else confidence[owner, place]
+        slots, positions = plan.slots[owner], plan.num_tokens[owner] + place
+        features = np.full((len(rule.points), owner.size, NUM_FEATURES), np.nan)
+        left, kept, done = num_drafted, [], 0
+        for index, point in enumerate(rule.points):
+            hidden = self._runner.run(rows, hidden, done, point.layer)
+            done = point.layer
+            seen = place < left[owner]
+            standing = np.zeros(int(seen.sum()), dtype=np.int64), np.zeros(int(seen.sum()))
+            if point.layer:
+                judges = (rows.cu_rows[1:] - 1 - left)[owner] + place  # the row before each draft
+                logits = self._runner.logits(hidden, judges[seen])
+                tokens = self._history[slots[seen], positions[seen]]
+                standing = self._sampler.standing(logits, slots[seen], positions[seen], tokens)
+            features[index, seen] = features_of(*standing, sure[seen], place[seen])
+            if not rule.is_trial:
+                gone = np.zeros(owner.size, dtype=np.bool_)
+                gone[seen] = point.drops(features[index, seen])
+                rest = kept_by(gone, owner, place, left)
+                hidden = hidden[torch.from_numpy(_leading(rows, rows.counts - (left - rest)))]
+                rows = Rows.of(plan.slots, plan.start, plan.num_rows + rest)
+                left = rest
+            kept.append(left)
+        return rows, hidden, left, ExitReadings(owner, place, features, np.stack(kept))
 
     def take_seconds(self) -> float:
         return self._runner.take_seconds()
+
+
+def _leading(rows: Rows, counts: IntArray) -> IntArray:
+    """Indices of the first so many rows [B] of each request."""
+    inside = np.arange(rows.num_rows) - np.repeat(rows.cu_rows[:-1], rows.counts)
+    return np.flatnonzero(inside < np.repeat(counts, rows.counts))
 
 
 def _leading_matches(

@@ -97,6 +97,17 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     finish: Finish | None = None
 
 
+class Exits(msgspec.Struct, frozen=True, array_like=True):
+    """What early exit did, since the engine started."""
+
+    pruned: dict[int, int]  # tokens, by the layer they left after
+    trials: int  # steps that ran to the end to see what it would do
+    trial_pruned: int  # tokens it would have pruned in these
+    trial_false: int  # and of them, those the target accepted
+    predicted_seconds: float  # saved
+    measured_seconds: float
+
+
 class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     """Where the engine stands: totals since it started, and the latest step. Times are of the monotonic clock."""
 
@@ -127,6 +138,7 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     last_drafting: int
     last_drafted: int
     speculating_changed: float | None
+    exits: Exits | None = None  # None: verifications have no early exit
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):

@@ -93,6 +93,10 @@ class PrometheusText:
             ("faser:draft_kv_cache_usage", "Likewise of the draft's", (now.draft_pages_held or 0) / num_pages),
             ("faser:draft_resident", "Whether a draft model's weights are on the device",
              now.draft_pages_held is not None),
+            ("faser:early_exit_predicted_seconds", "Seconds that early exits saved so far, by the profile",
+             now.exits.predicted_seconds if now.exits else 0.0),
+            ("faser:early_exit_measured_seconds", "The same by the clock, against the profile of all rows",
+             now.exits.measured_seconds if now.exits else 0.0),
             ("faser:lanes", "Lanes the device's SMs are split into; 1 is serial", 1),
         ):  # fmt: skip
             yield _metric(GaugeMetricFamily, name, help_, float(value), model)
@@ -105,8 +109,12 @@ class PrometheusText:
             ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens the target agreed with", now.accepted),
             ("faser:spec_decode_num_verified_tokens", "Drafted tokens the target looked at", now.verified),
             ("faser:spec_decode_num_pruned_tokens", "Drafted tokens dropped before that", now.drafted - now.verified),
-            ("faser:spec_decode_num_false_pruned_tokens",
-             "Pruned tokens the target would have accepted: none, only drafts that break a grammar are pruned", 0),
+            ("faser:spec_decode_num_false_pruned_tokens", "Tokens accepted in trials of the early exit that its rule "
+             "would have pruned", now.exits.trial_false if now.exits else 0),
+            ("faser:early_exit_trial_pruned_tokens", "All tokens that its rule would have pruned in trials",
+             now.exits.trial_pruned if now.exits else 0),
+            ("faser:early_exit_trials", "Steps that ran to the end to see what the early exit would do",
+             now.exits.trials if now.exits else 0),
             ("faser:speculation_off_seconds", "Seconds of steps in which requests decoded and none drafted",
              now.off_seconds),
             ("faser:steps", "Steps", now.steps),
@@ -126,6 +134,13 @@ class PrometheusText:
         for position, accepted in enumerate(now.accepted_per_position):
             positions.add_metric([model, str(position)], accepted)
         yield positions
+        layers = CounterMetricFamily(
+            "faser:early_exit_pruned_tokens", "Tokens pruned inside verifications, by the layer they left after",
+            labels=["model_name", "layer"],
+        )  # fmt: skip
+        for layer, pruned in sorted((now.exits.pruned if now.exits else {}).items()):
+            layers.add_metric([model, str(layer)], pruned)
+        yield layers
         yield _lengths(now.lengths, model)
 
 

@@ -19,9 +19,11 @@ from time import monotonic
 
 from faser.engine import Engine
 from faser.errors import FaserError, InvalidRequest
+from faser.policy.early_exit import ExitStats
 from faser.server.messages import (
     About,
     Add,
+    Exits,
     Failed,
     Frames,
     Outputs,
@@ -189,6 +191,18 @@ def take_snapshot(engine: Engine, now: float, step_failures: int = 0) -> Snapsho
         last_drafting=last.num_drafting if last is not None else 0,
         last_drafted=last.drafted if last is not None else 0,
         speculating_changed=last.speculating_changed if last is not None else None,
+        exits=_exits(engine.exits.stats) if engine.exits is not None else None,
+    )
+
+
+def _exits(stats: ExitStats) -> Exits:
+    return Exits(
+        pruned=dict(stats.pruned),
+        trials=stats.trials,
+        trial_pruned=stats.trial_pruned,
+        trial_false=stats.trial_false,
+        predicted_seconds=stats.predicted_seconds,
+        measured_seconds=stats.measured_seconds,
     )
 
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from faser.server.dashboard import Dashboard, describe
+from faser.server.dashboard import Dashboard, describe, describe_exits
 from faser.server.engine_client import Stream, Track
 from faser.server.figures import Figures, Histogram
-from faser.server.messages import Snapshot
+from faser.server.messages import Exits, Snapshot
 from faser.server.metrics import PrometheusText
 from faser.types import FinishReason
 
@@ -20,7 +20,7 @@ NOW = 1000.0
 def snapshot(**fields) -> Snapshot:
     plain = dict.fromkeys(Snapshot.__struct_fields__, 0)
     lists = {name: [] for name in ("lengths", "verified_per_position", "accepted_per_position")}
-    return Snapshot(**{**plain, **lists, "speculating_changed": NOW - 12, **fields})
+    return Snapshot(**{**plain, **lists, "speculating_changed": NOW - 12, "exits": None, **fields})
 
 
 def about():
@@ -91,6 +91,32 @@ def test_metrics_carry_their_names_and_the_snapshot_s_numbers():
     assert (lengths["0.0"], lengths["1.0"], lengths["2.0"], lengths["+Inf"]) == (4, 4, 19, 19)
     assert plain["faser:draft_length_sum"] == 30
     assert all(labels["model_name"] == "m" for values in found.values() for labels, _ in values)
+
+
+def test_early_exit_is_told_by_layer_and_in_words():
+    figures = Figures()
+    exits = Exits({0: 7, 12: 1200}, 5, 40, 2, 0.25, -0.5)
+    figures.snapshot(snapshot(drafted=30, verified=25, exits=exits))
+    text = PrometheusText(figures, engine()).render().decode()
+    found = {
+        (sample.name, sample.labels.get("layer")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert found["faser:early_exit_pruned_tokens_total", "0"] == 7
+    assert found["faser:early_exit_pruned_tokens_total", "12"] == 1200
+    assert found["faser:early_exit_trials_total", None] == 5
+    assert found["faser:early_exit_trial_pruned_tokens_total", None] == 40
+    assert found["faser:spec_decode_num_false_pruned_tokens_total", None] == 2
+    assert found["faser:early_exit_predicted_seconds", None] == 0.25
+    assert found["faser:early_exit_measured_seconds", None] == -0.5
+    assert describe_exits(figures.latest) == (
+        "Early exit pruned 7 before the first layer, 1,200 after layer 12; 5.0 % of it wrongly, by 5 trials."
+    )
+    assert describe_exits(snapshot(exits=Exits({}, 3, 0, 0, 0.0, 0.0))) == (
+        "Early exit: nothing pruned so far, 3 trials."
+    )
+    assert describe_exits(snapshot()) == ""
 
 
 WORDS = {

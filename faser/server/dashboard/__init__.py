@@ -58,6 +58,7 @@ class Dashboard:
             "lengths": lengths if any(lengths) else [],  # shares of nothing are none
             "positions": {"verified": verified[:num_positions], "accepted": accepted[:num_positions]},
             "drafted": {"minute": self._drafted(self._snapshot_before(WINDOW_SECONDS)), "total": self._drafted(None)},
+            "exits": describe_exits(self._figures.latest),
             "requests": self._requests(),
         }
 
@@ -158,6 +159,22 @@ def describe(snapshot: Snapshot | None, now: float, policy: str) -> str:
     tokens = f"{mean:.0f} token{'s' if mean != 1 else ''}" if mean == round(mean) else f"{mean:.1f} tokens on average"
     who = f"each of {_requests(drafting)}" if drafting == decoding else f"{drafting} of {_requests(decoding)}"
     return f"drafting {tokens} for {who}"
+
+
+def describe_exits(snapshot: Snapshot | None) -> str:
+    """What early exit has done so far, in words; nothing where there is none."""
+    exits = snapshot.exits if snapshot is not None else None
+    if exits is None:
+        return ""
+    pruned = sum(exits.pruned.values())
+    if not pruned:
+        return f"Early exit: nothing pruned so far, {exits.trials} trials."
+    where = ", ".join(
+        f"{tokens:,} {f'after layer {layer}' if layer else 'before the first layer'}"
+        for layer, tokens in sorted(exits.pruned.items())
+    )
+    wrong = 100 * exits.trial_false / exits.trial_pruned if exits.trial_pruned else 0.0
+    return f"Early exit pruned {where}; {wrong:.1f} % of it wrongly, by {exits.trials} trials."
 
 
 def _requests(number: int) -> str:

@@ -1,0 +1,277 @@
+"""Early exit: which drafts to drop in the midst of a verification, and when that pays.
+
+Knows what a middle layer thinks of the drafts (`ExitReadings`), what became of them, and what forwards cost; no tensors
+and no clocks. A rule travels with the plan. What it drops can cost a draft, never a token: of every request the row
+before the first dropped draft goes through to the last layer.
+
+After a layer the target's norm and head say how many candidates score above a draft (its rank there) and by how much
+the best does (its margin). The paper drops a draft, and those behind it, at a rank of K or more. Here a draft's score
+is linear in rank, margin, the draft model's own confidence and the draft's place; the paper's rule is the special case
+of weight on the rank alone. The score is fitted, and its limit set so that 99 % of what would be accepted stays, on a
+sample of steps that run to the end: trials. A point before the first layer knows only the draft's confidence and
+place; it costs nothing, and spares the dropped drafts the whole forward.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from faser.profile import ProfiledCost, work_of
+from faser.types import ExitReadings, FloatArray, IntArray, StepPlan, StepResult
+
+MODES = ("auto", "on", "off")
+KEEP = 0.99  # of the drafts that would be accepted
+NUM_FEATURES = 5  # one, log of the rank, margin, log-odds of the confidence, place in the draft
+BY_RANK = (0.0, 1.0, 0.0, 0.0, 0.0)
+WINDOW = 4096  # drafts of trials that a rule is made from
+RECENT = 64  # trials that say what it would have done
+LEAST_JUDGED = 256  # of them, before there is a rule
+TRIALS = 128  # one in so many steps that draft, once there is a rule
+RIDGE = 1e-2
+NEWTON_STEPS = 8
+
+
+@dataclass(frozen=True)
+class ExitPoint:
+    """After `layer` layers a draft whose score is above the limit leaves, with those behind it; 0: before the first."""
+
+    layer: int
+    weights: tuple[float, ...]  # of its features
+    limit: float
+
+    @classmethod
+    def by_rank(cls, layer: int, k: int) -> ExitPoint:
+        """The paper's rule: at least k candidates are better."""
+        return cls(layer, BY_RANK, float(np.log1p(k - 0.5)))
+
+    def drops(self, features: FloatArray) -> NDArray[np.bool_]:
+        """Which of the drafts [n, F] would go by themselves."""
+        gone: NDArray[np.bool_] = features @ np.array(self.weights) > self.limit
+        return gone
+
+
+@dataclass(frozen=True)
+class ExitRule:
+    """Points of a verification, their layers ascending. In a trial nothing is dropped, and what they see is told."""
+
+    points: tuple[ExitPoint, ...]
+    is_trial: bool = False
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(point.layer for point in self.points)
+
+
+def features_of(rank: IntArray, margin: FloatArray, confidence: FloatArray, place: IntArray) -> FloatArray:
+    """[n, F]. A confidence that nobody knows is NaN, and says nothing."""
+    sure = np.clip(np.nan_to_num(confidence, nan=0.5), 1e-4, 1 - 1e-4)
+    columns = np.ones(rank.size), np.log1p(rank), np.clip(margin, 0.0, 100.0), np.log(sure / (1 - sure)), place
+    return np.stack(columns, axis=1).astype(np.float64)
+
+
+def kept_by(drops: NDArray[np.bool_], owner: IntArray, place: IntArray, lengths: IntArray) -> IntArray:
+    """[B] drafts that stay of `lengths`, where the n drafts looked at are `place` in the drafts of `owner`."""
+    kept = lengths.copy()
+    np.minimum.at(kept, owner[drops], place[drops])
+    return kept
+
+
+class EarlyExit:
+    """Gives plans a rule where that saves time, and learns from what came of them.
+
+    `on` takes every point there is whenever something is drafted; `auto` the one that saves most by the profile, if it
+    saves anything, and tries no point where even a rule that knew everything would not pay. `rule` fixes it, for
+    measuring and for tests.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        num_layers: int,
+        cost: ProfiledCost | None = None,
+        rule: ExitRule | None = None,
+        *,
+        trials: int = TRIALS,
+    ) -> None:
+        self.stats = ExitStats()
+        self._mode = mode
+        self._num_layers = num_layers
+        self._cost = cost
+        self._fixed = rule
+        self._trials = trials
+        layers = sorted({0, num_layers // 2, 3 * num_layers // 4})
+        self._scores = {layer: ExitScore(layer) for layer in layers}
+        self._steps = 0  # that drafted
+
+    @property
+    def rules(self) -> list[ExitPoint]:
+        """The points as they are calibrated now; none before there have been enough trials."""
+        points = [score.point for score in self._scores.values()]
+        return [point for point in points if point is not None]
+
+    def rule_for(self, plan: StepPlan) -> ExitRule | None:
+        """The rule for the step, where there is one."""
+        if self._mode == "off" or not plan.lengths.any():
+            return None
+        if self._fixed is not None:
+            return self._fixed
+        self._steps += 1
+        scores = [score for score in self._scores.values() if self._mode == "on" or self._could_pay(plan, score)]
+        if not scores:
+            return None
+        if self._steps % self._trials == 0 or any(score.point is None for score in scores):
+            return ExitRule(tuple(score.trial_point for score in scores), is_trial=True)
+        points = [score.trial_point for score in scores]
+        if self._mode == "on":
+            return ExitRule(tuple(points))
+        best = max(points, key=lambda point: self._seconds_saved(plan, point))
+        return ExitRule((best,)) if self._seconds_saved(plan, best) > 0 else None
+
+    def learn(self, rule: ExitRule, plan: StepPlan, result: StepResult) -> None:
+        readings = result.exits
+        if readings is None:
+            return
+        if rule.is_trial:
+            self.stats.record_trial(rule, readings, result)
+            for features, layer in zip(readings.features, rule.layers, strict=True):
+                if layer in self._scores:
+                    self._scores[layer].learn(readings, features, result)
+        else:
+            self.stats.record(rule, readings, result)
+            if self._cost is not None:
+                self.stats.predicted_seconds += max(self._seconds_saved(plan, point) for point in rule.points)
+                self.stats.measured_seconds += self._cost.parts(plan).verify - result.seconds.verify
+
+    # ── whether it pays ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _could_pay(self, plan: StepPlan, score: ExitScore) -> bool:
+        """Whether to drop every draft that will be refused would save anything."""
+        return self._saving(plan, score.layer, self.stats.refused_share) > 0
+
+    def _seconds_saved(self, plan: StepPlan, point: ExitPoint) -> float:
+        score = self._scores.get(point.layer)
+        if score is None or self._cost is None:
+            return 0.0
+        step = self._cost.predict(plan) / max(1, int(plan.samples.sum()))
+        lost = score.false_share * int(plan.lengths.sum()) * step
+        return self._saving(plan, point.layer, score.dropped_share) - lost
+
+    def _saving(self, plan: StepPlan, layer: int, share: float) -> float:
+        """Seconds of the layers behind, less those of looking, if that share of the drafts is dropped."""
+        cost = self._cost
+        if cost is None or cost.profile.exit_check is None:
+            return 0.0
+        work, drafted = work_of(plan), int(plan.lengths.sum())
+        rest = work.rows - round(share * drafted)
+        saved = cost.verify(work.rows, work.context, work.prompt_rows) - cost.verify(
+            rest, work.context, work.prompt_rows
+        )
+        check = cost.exit_check(drafted) if layer else 0.0
+        return float(saved) * (1 - layer / self._num_layers) - check
+
+
+class ExitScore:
+    """One layer's rule, from the latest trials."""
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
+        self.point: ExitPoint | None = None
+        self.dropped_share = 0.0  # of all drafts, by the rule as it stands, in the trials it is made from
+        self.false_share = 0.0  # dropped and would have been accepted
+        self._features: deque[FloatArray] = deque()  # of each trial: drafts that were judged
+        self._accepted: deque[NDArray[np.bool_]] = deque()
+        self._dropped: deque[tuple[int, int, int]] = deque()  # drafts, dropped, and of these wrongly
+        self._count = 0
+
+    @property
+    def trial_point(self) -> ExitPoint:
+        """The point; before there is one, another that drops nothing."""
+        return self.point or ExitPoint(self.layer, BY_RANK, np.inf)
+
+    def learn(self, readings: ExitReadings, features: FloatArray, result: StepResult) -> None:
+        """What a trial saw here [n, F]: every draft up to the first that was refused has been judged."""
+        accepted = result.num_accepted[readings.owner]
+        judged = readings.place <= accepted
+        self._features.append(features[judged])
+        self._accepted.append((readings.place < accepted)[judged])
+        self._count += int(judged.sum())
+        while self._count - self._accepted[0].size >= WINDOW:
+            self._features.popleft()
+            self._count -= self._accepted.popleft().size
+        if self._count < LEAST_JUDGED:
+            return
+        self.point = make_point(self.layer, np.concatenate(self._features), np.concatenate(self._accepted))
+        drafted = result.num_drafted
+        kept = kept_by(self.point.drops(features), readings.owner, readings.place, drafted)
+        wrong = np.maximum(result.num_accepted - kept, 0)
+        self._dropped.append((int(drafted.sum()), int((drafted - kept).sum()), int(wrong.sum())))
+        if len(self._dropped) > RECENT:
+            self._dropped.popleft()
+        total, gone, false = (sum(column) for column in zip(*self._dropped, strict=True))
+        self.dropped_share, self.false_share = gone / max(1, total), false / max(1, total)
+
+
+def make_point(layer: int, features: FloatArray, accepted: NDArray[np.bool_]) -> ExitPoint:
+    """A score that tells refused from accepted drafts, and the limit that `KEEP` of the accepted ones stay below."""
+    weights = _fit(features, ~accepted)
+    scores = np.sort((features @ weights)[accepted])
+    limit = scores[int(np.ceil(KEEP * scores.size)) - 1] if scores.size else np.inf
+    return ExitPoint(layer, tuple(weights.tolist()), float(limit))
+
+
+def _fit(features: FloatArray, refused: NDArray[np.bool_]) -> FloatArray:
+    """Logistic regression by Newton's steps on scaled features; the ridge keeps what is separable finite."""
+    scale = np.abs(features).max(axis=0, initial=1e-9)
+    x = features / scale
+    weights: FloatArray = np.zeros(x.shape[1])
+    for _ in range(NEWTON_STEPS):
+        chance = 1 / (1 + np.exp(-np.clip(x @ weights, -30, 30)))
+        gram = (x * (chance * (1 - chance))[:, None]).T @ x + RIDGE * np.eye(x.shape[1])
+        weights = weights + np.linalg.solve(gram, x.T @ (refused - chance) - RIDGE * weights)
+    found: FloatArray = weights / scale
+    return found
+
+
+class ExitStats:
+    """What early exit did, since the engine started."""
+
+    def __init__(self) -> None:
+        self.pruned: dict[int, int] = {}  # tokens, by the layer they left after
+        self.steps = self.trials = 0  # that had a rule, and that ran to the end to make one
+        self.trial_pruned = self.trial_false = 0  # tokens that the rule of the time would have dropped, and wrongly
+        self.predicted_seconds = 0.0  # saved, by the profile; and by the clock, against a verification of all rows
+        self.measured_seconds = 0.0
+        self._drafted = self._refused = 0  # of trials
+
+    @property
+    def false_share(self) -> float:
+        """Of the tokens that are pruned, those that would have been accepted."""
+        return self.trial_false / self.trial_pruned if self.trial_pruned else 0.0
+
+    @property
+    def refused_share(self) -> float:
+        """Of the drafts; all of them, as long as nobody knows."""
+        return self._refused / self._drafted if self._drafted else 1.0
+
+    def record(self, rule: ExitRule, readings: ExitReadings, result: StepResult) -> None:
+        self.steps += 1
+        before = result.num_drafted
+        for layer, kept in zip(rule.layers, readings.kept, strict=True):
+            self.pruned[layer] = self.pruned.get(layer, 0) + int((before - kept).sum())
+            before = kept
+
+    def record_trial(self, rule: ExitRule, readings: ExitReadings, result: StepResult) -> None:
+        """By the points as they were before."""
+        self.trials += 1
+        drafted, accepted = result.num_drafted, result.num_accepted
+        self._drafted += int(drafted.sum())
+        self._refused += int((drafted - accepted).sum())
+        kept = drafted
+        for point, features in zip(rule.points, readings.features, strict=True):
+            kept = np.minimum(kept, kept_by(point.drops(features), readings.owner, readings.place, drafted))
+        self.trial_pruned += int((drafted - kept).sum())
+        self.trial_false += int(np.maximum(accepted - kept, 0).sum())

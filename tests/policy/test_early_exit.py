@@ -1,0 +1,109 @@
+"""Which drafts leave a verification early, and when that is worth it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from faser.policy.early_exit import LEAST_JUDGED, EarlyExit, ExitPoint, ExitRule, features_of, kept_by, make_point
+from faser.profile import Curve, Profile, ProfiledCost
+from faser.runtime.profiler import Batch, _Steps
+from faser.types import ExitReadings, StepResult
+from tests.policy.profiles import H200
+from tests.runtime.test_profiler import make_subject
+
+LAYERS = 32
+RANDOM = np.random.default_rng(0)
+
+
+def plan_of(num_requests: int, length: int):
+    steps = _Steps(make_subject(), lambda: 0.0)
+    tokens = np.full(num_requests, 64)
+    return steps._plan(Batch.decoding(tokens, np.full(num_requests, length)))
+
+
+def cost_with(check: float, profile: Profile = H200) -> ProfiledCost:
+    return ProfiledCost(replace(profile, exit_check=Curve((1, 512), (check, check), (0.0, 0.0))))
+
+
+def trial_of(plan, accepted, rank) -> StepResult:
+    """Every draft seen at every point with this rank, by request and place."""
+    lengths = plan.lengths
+    owner = np.repeat(np.arange(lengths.size), lengths)
+    place = np.arange(owner.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    zeros = np.zeros(owner.size)
+    seen = features_of(rank(owner, place), zeros, zeros + 0.5, place)
+    readings = ExitReadings(owner, place, np.stack([seen] * 3), np.stack([lengths] * 3))
+    return StepResult(lengths, lengths, accepted, np.zeros(0, dtype=np.int64), exits=readings)
+
+
+def test_drafts_go_from_the_first_on_that_has_k_better_candidates():
+    rank = np.array([0, 3, 0, 5, 0, 0])
+    owner, place = np.array([0, 0, 0, 1, 1, 2]), np.array([0, 1, 2, 0, 1, 0])
+    features = features_of(rank, np.zeros(6), np.full(6, np.nan), place)
+    assert ExitPoint.by_rank(16, 3).drops(features).tolist() == [False, True, False, True, False, False]
+    assert ExitPoint.by_rank(16, 4).drops(features).tolist() == [False, False, False, True, False, False]
+    drops = ExitPoint.by_rank(16, 3).drops(features)
+    assert kept_by(drops, owner, place, np.array([3, 2, 1, 0])).tolist() == [1, 0, 1, 0]
+
+
+def test_a_fitted_point_keeps_what_would_be_accepted_and_finds_what_would_not():
+    count = 4000
+    accepted = RANDOM.random(count) < 0.6
+    rank = np.where(accepted, RANDOM.poisson(0.5, count), RANDOM.poisson(6.0, count))
+    sure = np.where(accepted, RANDOM.beta(6, 2, count), RANDOM.beta(2, 3, count))
+    features = features_of(rank, RANDOM.random(count), sure, RANDOM.integers(0, 4, count))
+    drops = make_point(16, features, accepted).drops(features)
+    by_rank = features[:, 1] > np.quantile(features[accepted, 1], 0.99)
+    assert (~drops)[accepted].mean() == pytest.approx(0.99, abs=0.002)
+    assert drops[~accepted].mean() > by_rank[~accepted].mean() > 0.5, "confidence adds to the rank"
+
+
+@pytest.mark.parametrize("accepted", [np.zeros(300, bool), np.ones(300, bool)])
+def test_a_point_of_one_kind_of_drafts_alone_is_finite_in_its_weights(accepted):
+    point = make_point(8, features_of(np.arange(300), np.zeros(300), np.full(300, 0.5), np.zeros(300, int)), accepted)
+    assert np.isfinite(point.weights).all()
+
+
+def test_nothing_is_tried_where_even_perfect_knowledge_would_not_pay():
+    flat = replace(H200, verify=Curve((512,), (4e-3,), (0.0,), 512), prompts=Curve((512,), (4e-3,), (0.0,)))
+    assert EarlyExit("auto", LAYERS, cost_with(1e-5, flat)).rule_for(plan_of(8, 3)) is None
+    assert EarlyExit("auto", LAYERS, ProfiledCost(H200)).rule_for(plan_of(32, 3)) is None, "no price of a look"
+    assert EarlyExit("on", LAYERS).rule_for(plan_of(8, 0)) is None, "nothing is drafted"
+
+
+def test_auto_goes_from_trials_to_a_rule_if_the_rule_saves_more_than_it_costs():
+    """A middle layer that knows: rank 0 if accepted, 50 if not."""
+    plan = plan_of(32, 3)
+    accepted = np.arange(32) % 3
+    result = trial_of(plan, accepted, lambda owner, place: np.where(place < accepted[owner], 0, 50))
+    cheap, dear = (EarlyExit("auto", LAYERS, cost_with(check)) for check in (1e-5, 1.0))
+    rule = cheap.rule_for(plan)
+    while rule is not None and rule.is_trial:
+        assert rule.layers == (0, 16, 24)
+        cheap.learn(rule, plan, result)
+        rule = cheap.rule_for(plan)
+    assert rule is not None
+    assert len(rule.points) == 1
+    assert cheap.stats.trials * 64 >= LEAST_JUDGED
+    assert cheap.stats.false_share == 0
+    rule = dear.rule_for(plan)
+    assert rule is not None
+    assert rule.layers == (0,), "only what costs nothing is tried"
+
+
+def test_one_step_in_many_stays_a_trial():
+    plan = plan_of(32, 3)
+    accepted = np.arange(32) % 3
+    result = trial_of(plan, accepted, lambda owner, place: np.where(place < accepted[owner], 0, 50))
+    exits = EarlyExit("on", LAYERS, trials=10)
+    kinds = []
+    for _ in range(60):
+        rule = exits.rule_for(plan)
+        assert isinstance(rule, ExitRule)
+        kinds.append(rule.is_trial)
+        if rule.is_trial:
+            exits.learn(rule, plan, result)
+    assert kinds[30:] == [(step + 1) % 10 == 0 for step in range(30, 60)]
