@@ -58,20 +58,21 @@ class PagePool:
 
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:
         """Grow each slot's table to hold num_tokens. All or nothing: False, and nothing changed, if pages are short."""
-        needed = -(-num_tokens // self.page_size) - self.count[slots]
-        grows = np.flatnonzero(needed > 0)
-        if grows.size == 0:
+        held = self.count[slots]
+        needed = -(-num_tokens // self.page_size) - held
+        grows = needed > 0
+        if not grows.any():
             return True
-        slots, needed = slots[grows], needed[grows]
-        total = int(needed.sum())
+        slots, held, needed = slots[grows], held[grows], needed[grows]
+        cu_needed = needed.cumsum()
+        total = int(cu_needed[-1])
         if total > self.num_available:
             return False
         pages = self._take(total)
-        cu_needed = np.cumsum(needed) - needed
-        columns = np.arange(total) - np.repeat(cu_needed - self.count[slots], needed)
-        self._write(np.repeat(slots, needed), columns, pages)
+        columns = np.arange(total) + (held + needed - cu_needed).repeat(needed)
+        self._write(slots.repeat(needed), columns, pages)
         self._holders[pages] = 1
-        self.count[slots] += needed
+        self.count[slots] = held + needed
         return True
 
     def truncate(self, slots: IntArray, num_tokens: IntArray) -> None:

@@ -85,6 +85,7 @@ class _Flight:
 
     plan: StepPlan
     settled: StepPlan  # the same, when what was unsettled in it is known
+    names: NDArray[np.bool_]  # by slot, whether it is part of the plan
     advanced: bool = False
 
 
@@ -193,7 +194,7 @@ class Scheduler:
             return None  # somebody must be preempted, and nobody's last token is known
         plan = self._build_plan()
         if plan is not None:
-            self._flights.append(_Flight(plan, plan))
+            self._flights.append(_Flight(plan, plan, self._are(plan.slots)))
         return plan
 
     def advance(self) -> None:
@@ -350,7 +351,7 @@ class Scheduler:
             self._stop_array = np.array(list(self._stop_ids), dtype=np.int64)
         self._at[slot] = None
         self._running = self._running[self._running != slot]
-        if any(slot in flight.plan.slots for flight in self._flights):
+        if any(flight.names[slot] for flight in self._flights):
             self._limbo.add(slot)
         else:
             self._free_slots.append(slot)
@@ -361,7 +362,7 @@ class Scheduler:
     def _leave_limbo(self) -> None:
         """Slots that no plan in flight names any more are free."""
         for slot in list(self._limbo):
-            if not any(slot in flight.plan.slots for flight in self._flights):
+            if not any(flight.names[slot] for flight in self._flights):
                 self._limbo.discard(slot)
                 self._free_slots.append(slot)
 
@@ -746,7 +747,7 @@ class Scheduler:
         """Pages for refused drafts. Those of a step in flight are in use."""
         slots = self._running
         for flight in self._flights:
-            slots = slots[~self._are(flight.plan.slots)[slots]]
+            slots = slots[~flight.names[slots]]
         if not slots.size:
             return
         self.target_pages.truncate(slots, self._num_tokens[slots])

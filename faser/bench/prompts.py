@@ -66,10 +66,11 @@ class _Turns:
 class Blank(Sequence[int]):
     """A prompt of which only the length matters: all zeros, which take no memory, as an array neither."""
 
-    __slots__ = ("_size",)
+    __slots__ = ("_array", "_size")
 
     def __init__(self, size: int) -> None:
         self._size = size
+        self._array: IntArray = np.broadcast_to(np.int64(0), size)
 
     def __len__(self) -> int:
         return self._size
@@ -85,7 +86,7 @@ class Blank(Sequence[int]):
         return 0 if isinstance(chosen, int) else Blank(len(chosen))
 
     def __array__(self, dtype: object = None, copy: bool | None = None) -> IntArray:
-        return np.broadcast_to(np.int64(0), self._size)
+        return self._array
 
 
 _blank = lru_cache(maxsize=None)(Blank)  # one for each length, however many requests have it

@@ -33,7 +33,9 @@ PROMPT_ROWS = 512  # a step with about so many prompt rows says what one more ro
 SLOTS = np.arange(MOST_SLOTS + 1)
 LEAST_DRAFTING = -(-SLOTS // DEPTH)  # requests that so many slots belong to at least
 LEVELS = np.arange(DEPTH)
+ROWS = np.arange(1, DEPTH + 2)  # of a request, by its length
 
+Flags = NDArray[np.bool_]
 Numbers = TypeVar("Numbers", IntArray, FloatArray)
 
 
@@ -81,9 +83,13 @@ class Adaptive:
     def lengths(self, view: BatchView) -> IntArray:
         self._stopping = None
         none = np.zeros(view.num_requests, dtype=np.int64)
-        if not view.limit.any():
+        may_draft = view.limit > 0
+        if not may_draft.any():
             return none
         assert view.cost is not None
+        is_late = view.lag > KEPT_UP
+        if is_late[may_draft].all() and not self._catch_up_pays(view, view.cost, may_draft, may_draft):
+            return none  # mostly so where many run; what follows takes several times as long
         batch = _Batch(view, view.cost)
         survival = self._survival(view)
         row = batch.row_beside_prompts()
@@ -95,9 +101,10 @@ class Adaptive:
         fastest = steps.fastest()
         if fastest is None:
             return none
-        late = (fastest.lengths > 0) & (view.lag > KEPT_UP)
-        if late.any() and not self._catch_up_pays(view, view.cost, fastest, late):
-            steps = _Steps(batch, slots.without(late))
+        drafting = fastest.lengths > 0
+        late = drafting & is_late
+        if late.any() and not self._catch_up_pays(view, view.cost, drafting, late):
+            steps = _Steps(batch, slots.without(is_late))
             fastest = steps.fastest()
         if fastest is None:
             return none
@@ -110,24 +117,22 @@ class Adaptive:
         self._stopping = self._rule(view, view.cost, view.cost.stop_seconds, price)
         return np.where(chosen.lengths > 0, np.minimum(view.limit, DEPTH), 0)
 
-    def _catch_up_pays(self, view: BatchView, cost: Cost, fastest: _Choice, late: NDArray[np.bool_]) -> bool:
-        """Whether those whose drafts fell behind save more, all together and until they end, than it takes them."""
-        drafting = fastest.lengths > 0
+    def _catch_up_pays(self, view: BatchView, cost: Cost, drafting: Flags, late: Flags) -> bool:
+        """Whether the late ones of those that draft save more, together and until they end, than catching up takes."""
         number, context = int(np.count_nonzero(drafting)), float(drafting @ view.num_tokens)
         rows = int(drafting @ view.lag)
         seconds = float(cost.first_draft(number, context, rows) - cost.first_draft(number, context))
         rest = np.minimum(view.remaining, TYPICAL_REST + view.num_output)
-        return self._saved_by_token(view, cost) * float(rest[late].sum()) > seconds
+        return self._saved_by_token(view, cost) * float(late @ rest) > seconds
 
     def _saved_by_token(self, view: BatchView, cost: Cost) -> float:
         """Seconds that drafts save for every token, in the batch that the traffic of late will make."""
-        size, context = self._coming_size(view, cost), float(view.num_tokens.mean())
-        lengths = LEVELS + 1
-        plain = float(cost.verify(size, size * context)) + cost.host
-        seconds = cost.verify(size * (1 + lengths), size * context) + cost.host
-        seconds = seconds + cost.first_draft(size, size * context) + LEVELS * cost.next_draft(size, size * context)
+        size = self._coming_size(view, cost)
+        context = size * _mean(view.num_tokens)
+        verify = cost.verify(size * ROWS, context) + cost.host
+        drafts = cost.first_draft(size, context) + LEVELS * cost.next_draft(size, context)
         tokens = 1 + self._acceptance.rates.cumprod().cumsum()
-        return (plain - float((seconds / tokens).min())) / size
+        return float(verify[0] - ((verify[1:] + drafts) / tokens).min()) / size
 
     def _coming_size(self, view: BatchView, cost: Cost) -> int:
         """Requests in the batch, when it puts out as many tokens as are asked for: at least as many as there are.
@@ -135,16 +140,18 @@ class Adaptive:
         Prompts take a share of the time, and every prompt asks for an answer. In a burst the batch is yet to grow, and
         in a large batch drafts save little: what a draft's prompt costs now would never be repaid.
         """
-        sizes = np.arange(view.num_requests, max(view.num_requests, MOST_RUNNING) + 1)
-        context = float(view.num_tokens.mean())
+        if view.num_requests >= MOST_RUNNING:
+            return view.num_requests
+        sizes = np.arange(view.num_requests, MOST_RUNNING + 1)
+        context = _mean(view.num_tokens)
         seconds = cost.verify(sizes, (sizes * context).astype(np.float64)) + cost.host
         row = float(cost.verify(1, context, PROMPT_ROWS) - cost.verify(1, context)) / PROMPT_ROWS
         rows_per_second = LASTING * self._prompt_rows / max(self._seconds, 1e-9)
-        prompt = float((view.num_tokens - view.num_output).mean())
-        answer = float(np.minimum(view.num_output + view.remaining, TYPICAL_REST + 2 * view.num_output).mean())
+        prompt = context - _mean(view.num_output)
+        answer = _mean(np.minimum(view.num_output + view.remaining, TYPICAL_REST + 2 * view.num_output))
         asked = rows_per_second / prompt * answer  # tokens a second
         suffices = sizes * max(0.0, 1 - rows_per_second * row) >= asked * seconds
-        return int(sizes[suffices.argmax()]) if suffices.any() else int(sizes[-1])
+        return int(sizes[suffices.argmax()]) if suffices.any() else MOST_RUNNING
 
     def _survival(self, view: BatchView) -> FloatArray:
         """[B, depth] the chance that a draft is accepted so far, to the depth that so many requests might reach."""
@@ -156,7 +163,7 @@ class Adaptive:
     def _rule(self, view: BatchView, cost: Cost, stop_seconds: float, price: float) -> Stopping:
         """Every further token is drafted for all that go on: what it costs depends on how many there are already."""
         size, context = view.num_requests, float(view.num_tokens.sum())
-        rows = cost.verify(size * np.arange(1, DEPTH + 2), context, view.num_prefill_rows)
+        rows = cost.verify(size * ROWS, context, view.num_prefill_rows)
         seconds = cost.next_draft(size, context) + (rows[1:] - rows[:-1]) + stop_seconds
         return Stopping(self._looked_at.rates_of(view), seconds, price, self._calibration.weights)
 
@@ -224,7 +231,7 @@ class _Slots:
         owner = order // depth
         return cls(owner, order - depth * owner, flat[order])
 
-    def without(self, requests: NDArray[np.bool_]) -> _Slots:
+    def without(self, requests: Flags) -> _Slots:
         kept = ~requests[self.owner]
         return _Slots(self.owner[kept], self.level[kept], self.survival[kept])
 
@@ -291,6 +298,11 @@ class _Steps:
         lengths = np.bincount(owner, minlength=self._batch.size)
         gains = np.bincount(owner, self._survival[: last + 1][taken], minlength=self._batch.size).astype(np.float64)
         return _Choice(lengths, gains, float(seconds.flat[best]))
+
+
+def _mean(numbers: IntArray) -> float:
+    """As numbers.mean(), which takes more than twice as long."""
+    return int(numbers.sum()) / numbers.size
 
 
 def _added_up(levels: Numbers) -> Numbers:

@@ -153,7 +153,8 @@ def test_drafts_that_were_looked_at_say_nothing_of_others_but_by_their_first_tok
 
 
 @pytest.mark.parametrize(
-    ("size", "lag", "remaining", "pays"), [(64, 400, 200, True), (64, 400, 6, False), (128, 4000, 200, False)]
+    ("size", "lag", "remaining", "pays"),
+    [(64, 400, 200, True), (64, 400, 6, False), (128, 4000, 200, False), (160, 1000, 2, False)],
 )
 def test_a_batch_that_fell_behind_catches_up_together_if_they_live_to_see_it_pay(size, lag, remaining, pays):
     view = make_view(size, lag=lag, accepted=150, judged=200)
