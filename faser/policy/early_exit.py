@@ -85,7 +85,7 @@ class EarlyExit:
 
     `on` takes every point there is whenever something is drafted; `auto` the one that saves most by the profile, if it
     saves anything, and tries no point where even a rule that knew everything would not pay. `rule` fixes it, for
-    measuring and for tests.
+    measuring and for tests. `before`: there is a point before the first layer.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class EarlyExit:
         cost: ProfiledCost | None = None,
         rule: ExitRule | None = None,
         *,
+        before: bool = True,
         trials: int = TRIALS,
     ) -> None:
         self.stats = ExitStats()
@@ -103,7 +104,7 @@ class EarlyExit:
         self._cost = cost
         self._fixed = rule
         self._trials = trials
-        layers = sorted({0, num_layers // 2, 3 * num_layers // 4})
+        layers = sorted({num_layers // 2, 3 * num_layers // 4} | ({0} if before else {num_layers // 2}))
         self._scores = {layer: ExitScore(layer) for layer in layers}
         self._steps = 0  # that drafted
 

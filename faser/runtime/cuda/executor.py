@@ -12,7 +12,7 @@ the temperature alone, which costs agreement and never a token.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from faser.errors import EngineError
+from faser.policy.early_exit import NUM_FEATURES, ExitRule, features_of, kept_by
 from faser.policy.stopping import Stopping
 from faser.progress import Update
 from faser.runtime.cuda.compile import compile_all
@@ -35,6 +36,7 @@ from faser.runtime.sampling import Sampler
 from faser.runtime.verifier import BROKEN
 from faser.types import (
     Admission,
+    ExitReadings,
     FloatArray,
     IntArray,
     StepPlan,
@@ -84,6 +86,7 @@ class CudaExecutor:
         self._packed = torch.zeros(max_requests, width, dtype=torch.int32, device=device)
         self._landings = deque(_Landing(max_requests, width, device) for _ in range(MAX_FLIGHTS))
         self._glance = _Glance(max_requests, device)
+        self._standing = _Glance(target.standing.numel(), device)
         self._flights: deque[_Flight] = deque()
         self._runs_ahead = runs_ahead
         self.ragged = True  # False, for measuring: every token of a draft costs as if everybody drafted it
@@ -153,39 +156,42 @@ class CudaExecutor:
         self._target.apply(plan.target_pages)
         flight = _Flight(plan, self._landings.popleft())
         flight.landing.marks.start()
-        flight.drafting = self._begin_drafts(flight)
+        flight.rest = self._run(flight)
         self._flights.append(flight)
-        if flight.drafting is None:
-            self._finish(flight)
+        next(flight.rest, None)
 
     def go_on(self) -> None:
-        """Through with the step that may still be drafting, whatever the host has to do before the next."""
-        if self._flights and self._flights[-1].drafting is not None:
+        """Through with the step that waits for the host, whatever the host has to do before the next."""
+        if self._flights and not self._flights[-1].is_launched:
             with torch.inference_mode(), explained_shortage(EngineError):
                 self._go_on()
 
     def _go_on(self) -> None:
-        """Draft token by token, as long as the step's rule says so; then verify."""
-        flight = self._flights[-1] if self._flights else None
-        if flight is None or flight.drafting is None:
-            return
-        assert self._draft is not None
-        drafting, flight.drafting = flight.drafting, None
-        while drafting.goes_on():
-            self._draft.launch(next_draft(drafting.num_active))
-            drafting.look(self._draft.choices.confidence)
-        flight.num_drafted = drafting.num_drafted
-        self._finish(flight)
-        flight.confidence = drafting.confidence
+        if self._flights:
+            for _ in self._flights[-1].rest:
+                pass
 
-    def _finish(self, flight: _Flight) -> None:
-        """Everything behind the drafts."""
+    def _run(self, flight: _Flight) -> Iterator[None]:
+        """Enqueue a step. Where the host must see something before it knows how to go on, it may do other things."""
+        drafting = self._begin_drafts(flight)
+        if drafting is not None:
+            yield
+            self._draft_on(flight, drafting)
         flight.landing.marks.drafted()
         flight.num_verified = self._prune(flight.plan, flight.num_drafted)
-        flight.told = self._verify(flight.plan, flight.num_verified)
+        yield from self._verify(flight)
         size = flight.plan.slots.size
         flight.landing.received[:size].copy_(self._packed[:size], non_blocking=True)
         flight.landing.marks.finished()
+        flight.is_launched = True
+
+    def _draft_on(self, flight: _Flight, drafting: _Drafting) -> None:
+        """Token by token, as long as the step's rule says so."""
+        assert self._draft is not None
+        while drafting.goes_on():
+            self._draft.launch(next_draft(drafting.num_active))
+            drafting.look(self._draft.choices.confidence)
+        flight.num_drafted, flight.confidence = drafting.num_drafted, drafting.confidence
 
     def collect(self) -> StepResult:
         """What came of the oldest step that was submitted; waits for it."""
@@ -205,7 +211,7 @@ class CudaExecutor:
         """Forget what is in flight, when the device is done with it."""
         while self._flights:
             flight = self._flights.popleft()
-            if flight.drafting is None:
+            if flight.is_launched:
                 flight.landing.marks.wait()
             self._landings.append(flight.landing)
 
@@ -288,23 +294,67 @@ class CudaExecutor:
 
     # ── verification ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _verify(self, plan: StepPlan, num_drafted: IntArray) -> _Told:
-        target, samples = self._target, plan.samples
-        target.set_requests(plan.slots, plan.start, plan.num_rows, num_drafted, samples, plan.unsettled, plan.lengths)
-        judged = np.where(samples, num_drafted + 1, 0)
+    def _verify(self, flight: _Flight) -> Iterator[None]:
+        plan, target, num_drafted = flight.plan, self._target, flight.num_verified
+        self._set_target_requests(plan, num_drafted)
         num_rows = plan.num_rows + num_drafted
-        shape = None
-        if num_rows.sum() == judged.sum():
-            most = int(num_rows.max())
-            shape = verification(int(num_rows.sum()), most if most == 1 else max(most, self._usual_rows))
-        shape = _launch(target, shape, num_rows, plan.start, int(judged.sum()))
-        told = self._refine(plan, judged, shape)
+        shape = self._verification(plan, num_drafted)
+        if plan.exits is not None and shape is not None and shape.num_rows <= target.standing.shape[1]:
+            shape = yield from self._exit(flight, plan.exits, shape)
+            judged = np.where(plan.samples, flight.num_verified + 1, 0)
+        else:
+            judged = np.where(plan.samples, num_drafted + 1, 0)
+            shape = _launch(target, shape, num_rows, plan.start, int(judged.sum()))
+        flight.told = self._refine(plan, judged, shape)
         requests = target.requests_of(shape)
         judge(
             target.choices, requests, target.rows.cu_wanted[: shape.num_requests + 1], self._slots,
             self._packed[: shape.num_requests], acceptance=self._acceptance,
         )  # fmt: skip
-        return told
+
+    def _set_target_requests(self, plan: StepPlan, num_drafted: IntArray) -> None:
+        self._target.set_requests(
+            plan.slots, plan.start, plan.num_rows, num_drafted, plan.samples, plan.unsettled, plan.lengths
+        )
+
+    def _verification(self, plan: StepPlan, num_drafted: IntArray) -> Shape | None:
+        """The graph of a step in which all requests decode."""
+        num_rows = plan.num_rows + num_drafted
+        if not plan.samples.all() or (plan.num_rows > 1).any():
+            return None
+        most = int(num_rows.max())
+        shape = verification(int(num_rows.sum()), most if most == 1 else max(most, self._usual_rows))
+        return shape if shape is not None and self._target.has_graph_of(shape) else None
+
+    def _exit(self, flight: _Flight, rule: ExitRule, shape: Shape) -> Generator[None, None, Shape]:
+        """The verification in parts, with fewer drafts after each; the shape of the last."""
+        plan, target, left = flight.plan, self._target, flight.num_verified
+        owner = np.repeat(np.arange(left.size), left)
+        place = np.arange(owner.size) - np.repeat(np.cumsum(left) - left, left)
+        points = [point for point in rule.points if point.layer]  # what is known before the first costs a look here
+        features = np.full((len(rule.points), owner.size, NUM_FEATURES), np.nan)
+        kept, done = [left] * (len(rule.points) - len(points)), 0
+        for point in points:
+            target.launch_part(shape, done, point.layer)
+            done = point.layer
+            self._standing.request(target.standing.view(-1))
+            yield
+            seen = place < left[owner]
+            judges = (np.cumsum(left + 1) - left - 1)[owner] + place  # the row before each draft
+            standing = np.array(self._standing.take(target.standing.numel())).reshape(target.standing.shape)
+            rank, best, own, sure = standing[:, judges[seen]]
+            index = len(kept)
+            features[index, seen] = features_of(rank.astype(np.int64), best - own, sure, place[seen])
+            if not rule.is_trial:
+                gone = np.zeros(owner.size, dtype=np.bool_)
+                gone[seen] = point.drops(features[index, seen])
+                left = kept_by(gone, owner, place, left)
+                target.set_drafted(left)
+                shape = self._verification(plan, left) or shape
+            kept.append(left)
+        target.launch_part(shape, done, target.model.num_layers)
+        flight.num_verified, flight.exits = left, ExitReadings(owner, place, features, np.stack(kept))
+        return shape
 
     def _refine(self, plan: StepPlan, judged: IntArray, shape: Shape) -> _Told:
         """The tokens of requests that need more than a temperature, in place of those the forward chose."""
@@ -373,7 +423,7 @@ class CudaExecutor:
         answers = {i: some[: int(emitted[i])] for i, some in told.all_logprobs().items()}
         return StepResult(
             flight.num_drafted, flight.num_verified, num_accepted, token_ids, answers, failures, seconds,
-            flight.confidence,
+            flight.confidence, flight.exits,
         )  # fmt: skip
 
     def _remember(self, plan: StepPlan, owners: IntArray, offsets: IntArray, token_ids: IntArray) -> None:
@@ -567,5 +617,7 @@ class _Flight:
     num_drafted: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     num_verified: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     confidence: FloatArray | None = None
-    drafting: _Drafting | None = None  # what is still to be done before the verification
+    exits: ExitReadings | None = None
+    rest: Iterator[None] = field(default_factory=lambda: iter(()))  # of what the host has to do for it
+    is_launched: bool = False  # and there is none
     told: _Told = field(default_factory=lambda: _Told())

@@ -8,7 +8,7 @@ and neither write KV nor choose tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -19,8 +19,8 @@ from torch import Tensor
 from faser.models.transformer import Layer, Transformer
 from faser.runtime.cuda import attention, linear
 from faser.runtime.cuda.attention import AttentionConfig, Tiles, Workspace
-from faser.runtime.cuda.rows import DeviceRows, Requests, expand, next_draft_rows, settle
-from faser.runtime.cuda.sampling import Choices, Slots, sample
+from faser.runtime.cuda.rows import DeviceRows, Requests, expand, next_draft_rows, regather, settle
+from faser.runtime.cuda.sampling import Choices, Slots, sample, stand
 from faser.runtime.cuda.transfer import Staging, send
 from faser.runtime.kv_cache import bytes_per_page
 from faser.types import IntArray, PageWrites
@@ -150,6 +150,10 @@ class CudaModel:
         self._linear = linear.Workspace.allocate(device)
         self._splits = attention.Memory(device)
         self._graphs: dict[Shape, Callable[[], None]] = {}
+        self._parts: dict[tuple[Shape, int, int], Callable[[], None]] = {}  # graphs of some layers
+        self._index = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._cu_before = torch.zeros(max_requests + 1, dtype=torch.int32, device=device)
+        self.standing = torch.zeros(4, min(max_rows, HEAD_ROWS), dtype=torch.float32, device=device)
         self._choosing: dict[int, Callable[[], None]] = {}  # graphs of the head and the sampling, by wanted rows
         self._wide, self._narrow = _TileMemory(max_rows, device), _TileMemory(max_requests, device)
         self.pages = torch.zeros(0, dtype=dtype, device=device)
@@ -183,6 +187,10 @@ class CudaModel:
         """The requests of the next forward."""
         self._staging.write((slots, start, num_rows, num_drafted, samples, unsettled, planned), slots.size)
 
+    def set_drafted(self, num_drafted: IntArray) -> None:
+        """Fewer drafts of the requests that were set last; the forward's first part has settled the rest."""
+        self.requests.num_drafted[: num_drafted.size].copy_(send(num_drafted.astype(np.int32), self.model.device))
+
     def set_lengths(self, lengths: IntArray) -> None:
         """How much each of these requests drafts, the longest first; the first forward brings the first token."""
         self._staged_lengths.write((lengths,), 1)
@@ -215,7 +223,10 @@ class CudaModel:
     def _capture_idle(self, run: Callable[[], None]) -> Callable[[], None]:
         """A graph of what `run` enqueues, captured while there are no requests, no tiles and no wanted rows."""
         wide, narrow = self._wide, self._narrow
-        contents = (self.requests.memory, self._drafting, wide.memory, narrow.memory, self.rows.cu_wanted)
+        contents = (
+            self.requests.memory, self._drafting, wide.memory, narrow.memory, self.rows.cu_wanted,
+            self._cu_before, self.standing, self._normed, self.rows.cu_rows,
+        )  # fmt: skip
         kept = [(each, each.clone()) for each in contents]
         for count in (self.requests.num_requests, wide.num_tiles, narrow.num_tiles, self.rows.cu_wanted):
             count.zero_()
@@ -223,6 +234,17 @@ class CudaModel:
         for each, content in kept:
             each.copy_(content)
         return graph
+
+    def launch_part(self, shape: Shape, first: int, last: int) -> None:
+        """Replay the graph of layers first to last - 1 of a verification; capture it first if need be.
+
+        The first part lays the rows out. A later one takes over those that are left: `set_requests` has been told of
+        fewer drafts since. Behind the last layer tokens are chosen; behind another, `standing` says how drafts stand.
+        """
+        key = shape, first, last
+        if key not in self._parts:
+            self._parts[key] = self._capture_idle(lambda: self._forward_part(shape, first, last))
+        self._parts[key]()
 
     def launch_mixed(self, num_rows: IntArray, start: IntArray, num_wanted: int) -> Shape | None:
         """Replay the graphs for so many rows a request, `num_wanted` of all sampled from; None if there are none."""
@@ -269,9 +291,35 @@ class CudaModel:
             attending = [self._attending(shape, self._attention_config(shape), self._tiles(shape, requests, rows))]
         else:
             attending = self._attend_cut(shape, requests, rows, num_rows, start)
-        hidden = self._run_layers(shape.num_rows, rows, attending)
+        torch.index_select(self.model.embedding, 0, rows.token_ids, out=self._hidden[: shape.num_rows])
+        hidden = self._run_layers(shape.num_rows, rows, attending, range(self.model.num_layers))
         if shape.num_wanted:
             self._choose(shape, rows, hidden)
+
+    def _forward_part(self, shape: Shape, first: int, last: int) -> None:
+        requests, rows = self.requests_of(shape), self._rows_of(shape)
+        hidden, size = self._hidden[: shape.num_rows], shape.num_requests
+        if not first:
+            settle(requests, self._slots.refused, None)
+        expand(requests, self._slots.history, rows, vocab_size=self.model.config.vocab_size)
+        if first:
+            index = self._index[: shape.num_rows]
+            regather(requests, self._cu_before[: size + 1], rows, index)
+            torch.index_select(self._normed, 0, index, out=hidden)
+        else:
+            torch.index_select(self.model.embedding, 0, rows.token_ids, out=hidden)
+        attending = self._attending(shape, self._attention_config(shape), self._tiles(shape, requests, rows))
+        self._run_layers(shape.num_rows, rows, [attending], range(first, last))
+        if last == self.model.num_layers:
+            self._choose(shape, rows, hidden)
+            return
+        logits, model = self._logits[: shape.num_rows], self.model
+        linear.norm_head(
+            hidden, model.final_norm, model.config.norm_eps, model.head, logits, self._normed[: shape.num_rows]
+        )
+        stand(logits, rows.slots, rows.positions, rows.token_ids, rows.num_rows, self._slots, self.standing)
+        self._normed[: shape.num_rows].copy_(hidden)
+        self._cu_before[: size + 1].copy_(rows.cu_rows)
 
     def logits_of(self, shape: Shape, indices: Tensor) -> Tensor:
         """Logits [len(indices), V] of some of the wanted rows of the latest forward, computed once more."""
@@ -371,10 +419,13 @@ class CudaModel:
 
     # ── layers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _run_layers(self, num_rows: int, rows: DeviceRows, attending: Sequence[Attending]) -> Tensor:
+    def _run_layers(
+        self, num_rows: int, rows: DeviceRows, attending: Sequence[Attending], layers: Iterable[int]
+    ) -> Tensor:
+        """On the rows in `_hidden`."""
         hidden = self._hidden[:num_rows]
-        torch.index_select(self.model.embedding, 0, rows.token_ids, out=hidden)
-        for index, layer in enumerate(self.model.layers):
+        for index in layers:
+            layer = self.model.layers[index]
             qkv = self._project(layer, hidden)
             attention.rotate_and_write(
                 qkv, rows.positions, rows.slots, rows.num_rows, self.table, self.model.cos, self.model.sin,

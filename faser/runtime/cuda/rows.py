@@ -23,7 +23,7 @@ LEAST_BLOCK = 256  # requests a kernel is compiled for at least: fewer would be 
 VARYING = [
     "num_rows", "num_requests", "unsettled", "slots", "start", "request_slots", "num_context", "num_drafted", "samples",
     "lengths", "step", "cu_rows", "cu_wanted", "wanted", "history_stride", "last_token", "max_rows", "max_wanted",
-    "num_bucket_requests",
+    "num_bucket_requests", "before",
 ]  # fmt: skip
 
 
@@ -105,6 +105,17 @@ def expand(requests: Requests, history: torch.Tensor, rows: DeviceRows, *, vocab
         history.stride(0), vocab_size - 1, rows.slots.shape[0], rows.wanted.shape[0], num_bucket_requests,
         padded_requests=_power_of_two(num_bucket_requests), block=256, no_slot=NO_SLOT, num_warps=4,
     )  # fmt: skip
+
+
+def regather(requests: Requests, before: torch.Tensor, rows: DeviceRows, index: torch.Tensor) -> None:
+    """Where the rows were before some of each request's last ones were dropped: index [R], 0 for padding.
+
+    before [B + 1] is what rows.cu_rows was then.
+    """
+    index.zero_()
+    _regather_kernel[(requests.slots.shape[0],)](
+        before, rows.cu_rows, requests.num_requests, index, index.shape[0], block=256, num_warps=1
+    )
 
 
 def next_draft_rows(
@@ -207,6 +218,18 @@ def _expand_kernel(
     if request == num_bucket_requests:
         _fill_padding(row_slots, positions, token_ids, first_row, max_rows, block, no_slot)
         _fill_padding(wanted_slots, wanted_positions, wanted, first_wanted, max_wanted, block, no_slot)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _regather_kernel(before, cu_rows, num_requests, index, max_rows, block: tl.constexpr):
+    request = tl.program_id(0)
+    if request >= tl.load(num_requests):
+        return
+    was, first = tl.load(before + request), tl.load(cu_rows + request)
+    count = tl.load(cu_rows + request + 1) - first
+    for begin in range(0, count, block):
+        offset = begin + tl.arange(0, block)
+        tl.store(index + first + offset, was + offset, mask=(offset < count) & (first + offset < max_rows))
 
 
 @triton.jit(do_not_specialize=VARYING)

@@ -34,6 +34,8 @@ FEW_TILES = 1056  # eight blocks of four warps on every SM of an H200; these thr
 MANY_BLOCKS = 2048
 MOST_TILES_PER_BLOCK = 8
 
+RECENT = 64  # positions whose confidence is kept: more than a draft has tokens
+
 # columns of a packed verdict
 NUM_ACCEPTED, BROKEN, FIRST_TOKEN = 0, 1, 2
 
@@ -64,6 +66,7 @@ class Slots:
     inverse_temperatures: torch.Tensor  # float32 [max_slots] 0 is greedy
     refused: torch.Tensor  # int32 [max_slots] drafts the latest step was to make and that came to nothing
     short: torch.Tensor  # int32 [max_slots] 1 where it made fewer, all of them accepted
+    sure: torch.Tensor  # float32 [max_slots, RECENT] the draft's confidence in its latest tokens, by position
 
     @classmethod
     def allocate(cls, max_slots: int, max_len: int, device: torch.device | str) -> Slots:
@@ -73,6 +76,7 @@ class Slots:
             torch.zeros(max_slots, dtype=torch.float32, device=device),
             torch.zeros(max_slots, dtype=torch.int32, device=device),
             torch.zeros(max_slots, dtype=torch.int32, device=device),
+            torch.full((max_slots, RECENT), torch.nan, dtype=torch.float32, device=device),
         )
 
 
@@ -136,7 +140,7 @@ def sample(
     logits float [R, V], its columns adjacent; row_slots and positions int32 [R]; num_rows int32 [1]. Column c stands
     for token vocabulary[c] where a vocabulary (int32 [V], ascending) is given. `confidence` also gives the chosen
     token's probability at the row's temperature (a greedy row's: at temperature 1). `write` also puts the token into
-    the history, at its position.
+    the history, at its position, and its confidence where that is kept.
     """
     num_bucket_rows, num_columns = logits.shape
     num_tiles = -(-num_columns // TILE)
@@ -145,9 +149,10 @@ def sample(
         logits, row_slots, positions, num_rows,
         slots.seeds, slots.inverse_temperatures, vocabulary, slots.history if write else None,
         choices.tokens, choices.broken, choices.confidence if confidence else None,
+        slots.sure if confidence and write else None,
         choices.tile_max, choices.tile_cost, choices.tile_mass, choices.arrived,
         logits.stride(0), slots.history.stride(0), num_columns, num_tiles, tiles_per_block,
-        tile_width=TILE, padded_tiles=_power_of_two(num_tiles), num_warps=num_warps,
+        tile_width=TILE, padded_tiles=_power_of_two(num_tiles), recent=RECENT, num_warps=num_warps,
     )  # fmt: skip
 
 
@@ -286,7 +291,7 @@ def _costs(x, token, tile_max, inverse_temperature, key0, key1):
 @triton.jit
 def _finish_row(
     row_logits, vocabulary, num_columns, inverse_temperature, key0, key1,
-    tile_max, tile_cost, tile_mass, num_tiles, row, tokens, broken, confidence,
+    tile_max, tile_cost, tile_mass, num_tiles, row, tokens, broken, confidence, sure,
     tile_width: tl.constexpr, padded_tiles: tl.constexpr,
 ):  # fmt: skip
     """Choose among the tiles of a row, then within the best. Reads past the caches that others' stores do not reach."""
@@ -321,7 +326,10 @@ def _finish_row(
         mass = tl.load(tile_mass + tile, mask=known, other=0.0, cache_modifier=".cg")
         mass = tl.sum(mass * tl.exp2((largest - row_max) * scale), axis=0)
         logit = tl.max(tl.where(token == chosen, x, -_INFINITY), axis=0)
-        tl.store(confidence + row, tl.where(is_broken, 0.0, tl.exp2((logit - row_max) * scale) / mass))
+        chance = tl.where(is_broken, 0.0, tl.exp2((logit - row_max) * scale) / mass)
+        tl.store(confidence + row, chance)
+        if sure is not None:
+            tl.store(sure, chance)
     return chosen
 
 
@@ -329,10 +337,10 @@ def _finish_row(
 def _sample_kernel(
     logits, row_slots, positions, num_rows,
     seeds, inverse_temperatures, vocabulary, history,
-    tokens, broken, confidence,
+    tokens, broken, confidence, sure,
     tile_max, tile_cost, tile_mass, arrived,
     logits_stride, history_stride, num_columns, num_tiles, tiles_per_block,
-    tile_width: tl.constexpr, padded_tiles: tl.constexpr,
+    tile_width: tl.constexpr, padded_tiles: tl.constexpr, recent: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     if row >= tl.load(num_rows):
@@ -345,6 +353,8 @@ def _sample_kernel(
     tile_max += row * num_tiles
     tile_cost += row * num_tiles
     tile_mass += row * num_tiles
+    if sure is not None:
+        sure += slot * recent + position % recent
     first = tl.program_id(1) * tiles_per_block
     for tile in range(first, tl.minimum(first + tiles_per_block, num_tiles)):
         x, column = _load_tile(logits, tile, num_columns, tile_width)
@@ -362,11 +372,83 @@ def _sample_kernel(
         tl.store(arrived + row, 0)
         chosen = _finish_row(
             logits, vocabulary, num_columns, inverse_temperature, key0, key1,
-            tile_max, tile_cost, tile_mass, num_tiles, row, tokens, broken, confidence,
+            tile_max, tile_cost, tile_mass, num_tiles, row, tokens, broken, confidence, sure,
             tile_width, padded_tiles,
         )  # fmt: skip
         if history is not None:
             tl.store(history + slot * history_stride + position, chosen)
+
+
+# --- standing ------------------------------------------------------------------------------------------------------
+
+
+def stand(
+    logits: torch.Tensor,
+    row_slots: torch.Tensor,
+    positions: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_rows: torch.Tensor,
+    slots: Slots,
+    standing: torch.Tensor,
+) -> None:
+    """How the draft behind each row stands among all candidates, into standing, float32 [4, R].
+
+    The draft of a row is the token of the next one, where that is the same request's. Rows of it: how many candidates
+    score above it, with the row's noise where it draws; the score of the best; its own; how sure the draft model was.
+    What no draft follows is left as it was. logits [R, V] of all rows, whatever layer they come from; the others int32,
+    [R] and [1].
+    """
+    num_bucket_rows, num_columns = logits.shape
+    standing[0].zero_()
+    standing[1].fill_(-math.inf)
+    num_blocks = -(-num_columns // (TILE * MOST_TILES_PER_BLOCK))
+    _stand_kernel[(num_bucket_rows, num_blocks)](
+        logits, row_slots, positions, token_ids, num_rows, slots.seeds, slots.inverse_temperatures, slots.sure,
+        standing, logits.stride(0), standing.stride(0), num_columns,
+        tile_width=TILE, tiles_per_block=MOST_TILES_PER_BLOCK, recent=RECENT, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _scores(x, token, inverse_temperature, key0, key1):
+    """What sampling takes the largest of."""
+    if inverse_temperature > 0:
+        x = x * inverse_temperature - _LN_2 * _log2(_exponential(_noise_word(token, key0, key1)))
+    return x
+
+
+@triton.jit(do_not_specialize=["num_rows", "standing_stride"])
+def _stand_kernel(
+    logits, row_slots, positions, token_ids, num_rows, seeds, inverse_temperatures, sure,
+    standing, logits_stride, standing_stride, num_columns,
+    tile_width: tl.constexpr, tiles_per_block: tl.constexpr, recent: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    if row + 1 >= tl.load(num_rows):
+        return
+    slot = tl.load(row_slots + row).to(tl.int64)
+    if tl.load(row_slots + row + 1).to(tl.int64) != slot:
+        return
+    drafted = tl.load(token_ids + row + 1)
+    inverse_temperature = tl.load(inverse_temperatures + slot)
+    position = tl.load(positions + row) + 1
+    key0, key1 = _noise_keys(tl.load(seeds + slot), position)
+    logits += row.to(tl.int64) * logits_stride
+    own = _scores(tl.load(logits + drafted).to(tl.float32), drafted, inverse_temperature, key0, key1)
+    above = 0.0
+    best = own
+    for index in range(tiles_per_block):
+        column = (tl.program_id(1) * tiles_per_block + index) * tile_width + tl.arange(0, tile_width)
+        x = tl.load(logits + column, mask=column < num_columns, other=-_INFINITY).to(tl.float32)
+        score = _scores(x, column, inverse_temperature, key0, key1)
+        score = tl.where(column < num_columns, score, -_INFINITY)
+        above += tl.sum((score > own).to(tl.float32), axis=0)
+        best = tl.maximum(best, tl.max(score, axis=0))
+    tl.atomic_add(standing + row, above)
+    tl.atomic_max(standing + standing_stride + row, best)
+    if tl.program_id(1) == 0:
+        tl.store(standing + 2 * standing_stride + row, own)
+        tl.store(standing + 3 * standing_stride + row, tl.load(sure + slot * recent + position % recent))
 
 
 # --- verdict -------------------------------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ import torch
 from faser.config import EngineOptions
 from faser.models.transformer import Transformer
 from faser.policy import Fixed
+from faser.policy.early_exit import EarlyExit, ExitPoint, ExitRule
 from faser.runtime.build import build_engine
 from faser.text import Tokenizer
-from faser.types import Grammar, Request, SamplingParams
+from faser.types import ExitReadings, Grammar, Request, SamplingParams
 from tests.oracle import RandomLengths, RandomStops
 from tests.test_engine import Sometimes
 from tests.test_exactness import Outcome, make_requests, reference, serve
@@ -216,3 +217,64 @@ def test_synthetic_acceptance_is_what_was_asked_for(acceptance):
     stats = serve(make_engine("cuda", target, draft, Fixed(1), acceptance=acceptance), requests).total
     assert stats.verified > 0
     assert stats.accepted == acceptance * stats.verified
+
+
+EXITS = {
+    "nearly everything at the first layer": ExitRule((ExitPoint.by_rank(1, 1),)),
+    "some, twice": ExitRule((ExitPoint.by_rank(1, 20), ExitPoint.by_rank(2, 6))),
+    "a trial": ExitRule((ExitPoint.by_rank(1, 1), ExitPoint.by_rank(2, 1)), is_trial=True),
+}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("exits", EXITS)
+def test_drafts_that_leave_early_change_no_token(device, exits, ahead):
+    target = Transformer.random(replace(CONFIGS["llama3"], head_dim=16, num_layers=3), 0, std=0.3)
+    requests = chosen(target, device)
+    expected = reference(target, requests)
+    engine = make_engine(device, target, make_draft(target), Fixed(3), ahead=ahead)
+    engine.exits = EarlyExit("on", 3, rule=EXITS[exits])
+    outcome = serve(engine, requests, {r.id: i for i, r in enumerate(requests)})
+    assert outcome.tokens == expected.tokens
+    assert outcome.reasons == expected.reasons
+    assert_same_logprobs(outcome, expected)
+    stats = engine.stats
+    if exits == "a trial":
+        assert stats.verified == stats.drafted > stats.accepted > 0
+    else:
+        assert stats.verified < stats.drafted
+        assert sum(engine.exits.stats.pruned.values()) == stats.drafted - stats.verified
+
+
+def test_middle_layers_say_of_drafts_what_the_cpu_s_do(device):
+    """Rank, margin, confidence and place of every draft of a step, on both sides."""
+    target = Transformer.random(replace(CONFIGS["llama3"], head_dim=16, num_layers=2), 0, std=0.3)
+    draft = make_draft(target)
+    requests = [replace(r, params=replace(r.params, max_tokens=4)) for r in chosen(target, device)]
+    requests = [r for r in requests if r.id in ("greedy", "sampled")]
+    told: list[list[ExitReadings]] = []
+    options = {"max_running": 6, "max_batch_tokens": 64, "page_size": 4, "num_pages": 300}
+    plain = build_engine(target, draft, EngineOptions(policy=Fixed(3), **options))
+    for engine in (plain, make_engine(device, target, draft, Fixed(3))):
+        engine.exits = Told("on", 2, rule=ExitRule((ExitPoint.by_rank(1, 1),), is_trial=True))
+        serve(engine, requests)
+        told.append(engine.exits.told)
+    assert len(told[0]) == len(told[1]) > 0
+    for mine, theirs in zip(*told, strict=True):
+        assert mine.owner.tolist() == theirs.owner.tolist()
+        assert mine.place.tolist() == theirs.place.tolist()
+        torch.testing.assert_close(
+            torch.from_numpy(mine.features), torch.from_numpy(theirs.features), atol=2e-3, rtol=1e-3
+        )
+
+
+class Told(EarlyExit):
+    """Keeps what it was told."""
+
+    def __init__(self, *given, **named) -> None:
+        super().__init__(*given, **named)
+        self.told: list[ExitReadings] = []
+
+    def learn(self, rule, plan, result) -> None:
+        if result.exits is not None:
+            self.told.append(result.exits)
