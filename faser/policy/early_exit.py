@@ -31,6 +31,7 @@ WINDOW = 4096  # drafts of trials that a rule is made from
 RECENT = 64  # trials that say what it would have done
 LEAST_JUDGED = 256  # of them, before there is a rule
 TRIALS = 128  # one in so many steps that draft, once there is a rule
+AT_FIRST = 16  # times as many before
 RIDGE = 1e-2
 NEWTON_STEPS = 8
 
@@ -124,8 +125,11 @@ class EarlyExit:
         scores = [score for score in self._scores.values() if self._mode == "on" or self._could_pay(plan, score)]
         if not scores:
             return None
-        if self._steps % self._trials == 0 or any(score.point is None for score in scores):
+        is_ready = all(score.point is not None for score in scores)
+        if self._steps % (self._trials if is_ready else max(1, self._trials // AT_FIRST)) == 0:
             return ExitRule(tuple(score.trial_point for score in scores), is_trial=True)
+        if not is_ready:
+            return None
         points = [score.trial_point for score in scores]
         if self._mode == "on":
             return ExitRule(tuple(points))
