@@ -85,7 +85,8 @@ class Bench:
         print(f"{time.time() - self.args.started:6.1f} s  {run.concurrency:4} × {run.system:14} {said}", flush=True)
 
 
-def measure(args: argparse.Namespace, journal: Journal) -> Document:
+def open_bench(args: argparse.Namespace, journal: Journal) -> Bench:
+    """The engine, loaded, and the workload of every size."""
     loaded = load_faser(args)
     traffic = WorkloadOptions(
         prompt_len=(8, 8) if args.tiny else (128, 128),
@@ -104,8 +105,12 @@ def measure(args: argparse.Namespace, journal: Journal) -> Document:
     document = new_document(args, loaded)
     command = ("python3", "-m", "benchmarks.h200_policies", *args.given)
     document = replace(document, command=command, about={**document.about, **about})
-    bench = Bench(args, loaded.engine, document, journal, workloads)
     save_profile(args, loaded.engine)
+    return Bench(args, loaded.engine, document, journal, workloads)
+
+
+def measure(args: argparse.Namespace, journal: Journal) -> Document:
+    bench = open_bench(args, journal)
     for size in args.concurrency:
         for name in args.policies:
             journal.attempt(f"{size}", name, lambda name=name, size=size: bench.play(name, make_policy(name), size))

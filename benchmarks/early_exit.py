@@ -1,0 +1,127 @@
+"""What does early exit bring? Closed loops with it on, off and by itself, at fixed lengths and under `faser`.
+
+The engine, the models and the prompts of benchmarks/h200_policies.py, whose flags it takes; one engine plays every
+batch size, policy and mode in turn. For each: milliseconds per token, the share of drafted tokens that left early (exit
+ratio), the share of these that the target would have accepted (false prunes, from trials), and how many seconds the
+profile says were saved and the clock does.
+
+    python3 -m benchmarks.early_exit --target TARGET.gguf [--policies fixed:4,fixed:6,faser]
+        [--concurrency 32,64,128,256] [--folder DIR] [--python-path DIR] [--budget-seconds 560]
+    python3 -m benchmarks.early_exit --tiny --device cpu      # tiny models: does it all run?
+
+The last line is one JSON document; it is also $OUT/early_exit.json (else in --folder).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from benchmarks.h200_common import Journal
+from benchmarks.h200_policies import Bench, make_models, open_bench, parse_args
+from benchmarks.h200_trace import write_whole
+from faser.engine import Engine
+from faser.policy import make_policy
+from faser.policy.early_exit import EarlyExit
+from faser.profile import ProfiledCost
+
+DEFAULTS = ["--policies", "fixed:4,fixed:6,faser", "--concurrency", "32,64,128,256", "--ablation", ""]
+MODES = ("off", "on", "auto")
+
+
+@dataclass(frozen=True)
+class Line:
+    concurrency: int
+    policy: str
+    mode: str
+    ms_per_token: float
+    tokens_per_s: float
+    mean_length: float
+    acceptance: float
+    exit_ratio: float  # of the drafted tokens, those that left early
+    pruned: dict[int, int]  # by layer
+    false_share: float  # of what is pruned, by trials
+    trials: int
+    predicted_seconds: float  # saved
+    measured_seconds: float
+
+
+def play(bench: Bench, policy: str, mode: str, size: int, num_layers: int, before: bool) -> Line:
+    engine = bench.engine
+    engine.exits = exits = _exits_of(engine, mode, num_layers, before)
+    drafted = engine.stats.drafted
+    bench.play(f"{policy}, {mode}", make_policy(policy), size)
+    figures = bench.document.runs[-1].summary
+    stats = exits.stats if exits is not None else EarlyExit("off", num_layers).stats
+    return Line(
+        concurrency=size,
+        policy=policy,
+        mode=mode,
+        ms_per_token=1e3 * float(figures["tpot_mean"] or 0.0),
+        tokens_per_s=float(figures["output_tokens_per_s"] or 0.0),
+        mean_length=float(figures["mean_length"] or 0.0),
+        acceptance=float(figures["acceptance"] or 0.0),
+        exit_ratio=sum(stats.pruned.values()) / max(1, engine.stats.drafted - drafted),
+        pruned=dict(stats.pruned),
+        false_share=stats.false_share,
+        trials=stats.trials,
+        predicted_seconds=stats.predicted_seconds,
+        measured_seconds=stats.measured_seconds,
+    )
+
+
+def _exits_of(engine: Engine, mode: str, num_layers: int, before: bool) -> EarlyExit | None:
+    if mode == "off":
+        return None
+    cost = engine.cost if isinstance(engine.cost, ProfiledCost) else None
+    return EarlyExit(mode, num_layers, cost, before=before)
+
+
+def render(lines: Sequence[Line]) -> str:
+    text = [
+        "requests  policy   mode  ms/token    tok/s  length  exits %  wrong %   saved s: predicted, measured; by layer"
+    ]
+    plain = {(line.concurrency, line.policy): line.ms_per_token for line in lines if line.mode == "off"}
+    for line in lines:
+        against = plain.get((line.concurrency, line.policy), line.ms_per_token) / line.ms_per_token
+        text.append(
+            f"{line.concurrency:8}  {line.policy:7}  {line.mode:4}  {line.ms_per_token:8.3f}  {line.tokens_per_s:7.0f}"
+            f"  {line.mean_length:6.2f}  {100 * line.exit_ratio:7.1f}  {100 * line.false_share:7.1f}"
+            f"  {line.predicted_seconds:8.3f} {line.measured_seconds:8.3f}  ×{against:.3f}  {line.pruned}"
+        )
+    return "\n".join(text)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    given = sys.argv[1:] if given is None else list(given)
+    args = parse_args([*DEFAULTS, *given])
+    args.out.mkdir(parents=True, exist_ok=True)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    if args.python_path is not None:
+        sys.path.insert(0, str(args.python_path))
+    make_models(args)
+    journal = Journal(args.out / "early_exit.jsonl", args.started)
+    journal.path.unlink(missing_ok=True)
+    bench = open_bench(args, journal)
+    num_layers = json.loads((args.folder / "target" / "config.json").read_text())["num_hidden_layers"]
+    before = args.device == "cpu"
+    lines: list[Line] = []
+    for size in args.concurrency:
+        for policy in args.policies:
+            for mode in MODES:
+                journal.attempt(
+                    f"{size} {policy}",
+                    mode,
+                    lambda s=size, p=policy, m=mode: lines.append(play(bench, p, m, s, num_layers, before)),
+                )
+    print(render(lines))
+    document = json.dumps({"command": list(given), "lines": [asdict(line) for line in lines]})
+    write_whole(args.out / "early_exit.json", document + "\n")
+    print(document, flush=True)
+    return 1 if journal.path.exists() and '"failed"' in journal.path.read_text() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
