@@ -82,6 +82,7 @@ class Engine:
         clock: Callable[[], float] = perf_counter,
         cost: ProfiledCost | None = None,
         exits: EarlyExit | None = None,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
@@ -92,6 +93,7 @@ class Engine:
         self._flights: deque[_Flight] = deque()
         self._landed = float("-inf")  # when the last step ended
         self._clock = clock
+        self._on_close = on_close
 
     @property
     def has_work(self) -> bool:
@@ -174,6 +176,7 @@ class Engine:
         return self.scheduler.abandon(reason)
 
     def close(self) -> None:
+        self._on_close()
         self.executor.close()
 
 

@@ -1,7 +1,8 @@
-"""What this is and runs on, by name."""
+"""What this is and runs on, by name; and files that are whole or not there."""
 
 from __future__ import annotations
 
+import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -12,6 +13,14 @@ def faser_version() -> str:
         return version("faser")
     except PackageNotFoundError:  # run from a checkout
         return "not installed"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Nobody ever reads a part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
 
 
 def processor_name() -> str:

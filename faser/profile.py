@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import numpy as np
 
 from faser.errors import ConfigError
+from faser.machine import write_whole
 from faser.types import FloatArray, IntArray, StepPlan, StepSeconds
 
 VERSION = 2
@@ -144,11 +144,7 @@ class Profile:
             ) from None
 
     def save(self, path: Path) -> None:
-        """Nobody ever reads a part of it."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f"{path.name}.{os.getpid()}.new")
-        new.write_text(json.dumps(self.to_dict()) + "\n", encoding="utf-8")
-        new.replace(path)
+        write_whole(path, json.dumps(self.to_dict()) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Self:

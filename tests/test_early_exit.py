@@ -163,6 +163,24 @@ def test_the_option_reaches_the_engine_and_a_wrong_one_is_refused():
         make_engine(target, draft, Fixed(2), early_exit="sometimes")
 
 
+def test_what_trials_taught_is_kept_for_the_same_weights(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASER_CACHE", str(tmp_path))
+    target = three_layers("llama3")
+    engine = make_engine(target, make_draft(target), Fixed(4), early_exit="on")
+    engine.exits._trials = 1
+    for _ in range(4):
+        serve(engine, make_requests(target.config))
+    assert engine.exits.rules
+    assert make_engine(target, make_draft(target), Fixed(4), early_exit="on").exits.rules == []
+    engine.close()
+    assert make_engine(target, make_draft(target), Fixed(4), early_exit="on").exits.rules == engine.exits.rules
+    other = Transformer.random(target.config, 7, std=0.3)
+    assert make_engine(other, make_draft(other), Fixed(4), early_exit="on").exits.rules == []
+    (kept,) = tmp_path.rglob("*.exits.json")
+    kept.write_text("{]")
+    assert make_engine(target, make_draft(target), Fixed(4), early_exit="on").exits.rules == []
+
+
 def test_a_request_that_overflows_still_fails_alone():
     target = three_layers("llama3")
     target.embedding[3] = torch.nan

@@ -15,11 +15,14 @@ place; it costs nothing, and spares the dropped drafts the whole forward.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from faser.errors import ConfigError
 from faser.profile import ProfiledCost, work_of
 from faser.types import ExitReadings, FloatArray, IntArray, StepPlan, StepResult
 
@@ -115,6 +118,20 @@ class EarlyExit:
         points = [score.point for score in self._scores.values()]
         return [point for point in points if point is not None]
 
+    def to_dict(self) -> dict[str, Any]:
+        """What trials have taught it, to be told to another of the same pair of models."""
+        return {"scores": [score.to_dict() for score in self._scores.values() if score.point is not None]}
+
+    def restore(self, known: Mapping[str, Any]) -> None:
+        """Begin with that; layers it does not look at are left out. ConfigError for what `to_dict` never gave."""
+        try:
+            scores = [(int(each["layer"]), each) for each in known["scores"]]
+            for layer, each in scores:
+                if layer in self._scores:
+                    self._scores[layer].restore(each)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"no calibration of an early exit ({type(error).__name__}: {error})") from None
+
     def rule_for(self, plan: StepPlan) -> ExitRule | None:
         """The rule for the step, where there is one."""
         if self._mode == "off" or not plan.lengths.any():
@@ -191,6 +208,17 @@ class ExitScore:
         self._accepted: deque[NDArray[np.bool_]] = deque()
         self._dropped: deque[tuple[int, int, int]] = deque()  # drafts, dropped, and of these wrongly
         self._count = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        assert self.point is not None
+        return {**asdict(self.point), "dropped_share": self.dropped_share, "false_share": self.false_share}
+
+    def restore(self, known: Mapping[str, Any]) -> None:
+        weights = tuple(map(float, known["weights"]))
+        if len(weights) != NUM_FEATURES:
+            raise ValueError(f"{len(weights)} weights instead of {NUM_FEATURES}")
+        self.point = ExitPoint(self.layer, weights, float(known["limit"]))
+        self.dropped_share, self.false_share = float(known["dropped_share"]), float(known["false_share"])
 
     @property
     def trial_point(self) -> ExitPoint:

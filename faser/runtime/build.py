@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -156,7 +157,14 @@ def build_engine(
         prefix_caching=options.prefix_caching,
         cost=cost,
     )
-    return Engine(scheduler, made.executor, cost=cost, exits=_make_exits(made, options, cost))
+    exits = _make_exits(made, options, cost)
+    if exits is None:
+        return Engine(scheduler, made.executor, cost=cost)
+    known = _about(made), [made.target, *([made.draft_model] if made.draft_model is not None else [])]
+    saved_profiles.restore_exits(exits, *known)
+    return Engine(
+        scheduler, made.executor, cost=cost, exits=exits, on_close=partial(saved_profiles.keep_exits, exits, *known)
+    )
 
 
 def _make_exits(made: _Made, options: EngineOptions, cost: ProfiledCost | None) -> EarlyExit | None:

@@ -1,4 +1,4 @@
-"""Where profiles are kept between runs, and what each was measured on.
+"""Where profiles are kept between runs, and what each was measured on; and beside them what early exits learned.
 
 A profile is found again by hardware, models, sizes and versions; any other is no use. What cannot be read or written
 here is a warning, never an error: a profile can always be measured again.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from faser.errors import ConfigError
-from faser.machine import faser_version, processor_name
+from faser.machine import faser_version, processor_name, write_whole
 from faser.models.transformer import Transformer
+from faser.policy.early_exit import EarlyExit
 from faser.profile import VERSION, Profile
 from faser.scheduler import Limits
 
@@ -98,6 +99,39 @@ def keep(profile: Profile) -> Path | None:
         log.warning("the profile cannot be kept for the next start: %s", error)
         return None
     return path
+
+
+# ── what trials of the early exit taught ─────────────────────────────────────────────────────────────────────────────
+
+
+def _exits_path(about: Mapping[str, Any], models: Iterable[Transformer]) -> Path:
+    """Beside the profile. Seconds depend on shapes alone, and this on the weights as well."""
+    key = blake2b(digest_size=4)
+    for model in models:
+        for weight in (model.final_norm, model.layers[0].attention_norm, model.layers[-1].mlp_norm):
+            key.update(weight.float().cpu().numpy().tobytes())
+    profile = path_of(about)
+    return profile.with_name(f"{profile.stem}-{key.hexdigest()}.exits.json")
+
+
+def restore_exits(exits: EarlyExit, about: Mapping[str, Any], models: Iterable[Transformer]) -> None:
+    """What was kept for these, if anything was."""
+    try:
+        path = _exits_path(about, models)
+        if path.is_file():
+            exits.restore(json.loads(path.read_text(encoding="utf-8")))
+    except (ConfigError, OSError, RuntimeError, ValueError) as error:
+        log.warning("what is known of the early exit is of no use: %s", error)
+
+
+def keep_exits(exits: EarlyExit, about: Mapping[str, Any], models: Iterable[Transformer]) -> None:
+    known = exits.to_dict()
+    if not known["scores"]:
+        return
+    try:
+        write_whole(_exits_path(about, models), json.dumps(known) + "\n")
+    except (OSError, RuntimeError) as error:
+        log.warning("what was learned of the early exit cannot be kept: %s", error)
 
 
 def differences(profile: Profile, about: Mapping[str, Any]) -> str:

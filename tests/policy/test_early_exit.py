@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from faser.errors import ConfigError
 from faser.policy.early_exit import LEAST_JUDGED, EarlyExit, ExitPoint, ExitRule, features_of, kept_by, make_point
 from faser.profile import Curve, Profile, ProfiledCost
 from faser.runtime.profiler import Batch, _Steps
@@ -96,6 +98,23 @@ def test_auto_goes_from_trials_to_a_rule_if_the_rule_saves_more_than_it_costs():
     assert cheap.stats.false_share == 0
     tried = {rule.layers for rule in (dear.rule_for(plan) for _ in range(20)) if rule is not None}
     assert tried == {(0,)}, "only what costs nothing is tried"
+
+
+def test_what_was_learned_can_be_told_to_another():
+    plan = plan_of(32, 3)
+    accepted = np.arange(32) % 3
+    result = trial_of(plan, accepted, lambda owner, place: np.where(place < accepted[owner], 0, 50))
+    old, new = (EarlyExit("on", LAYERS, trials=8) for _ in range(2))
+    while old.rule_for(plan).is_trial:
+        old.learn(ExitRule(tuple(score.trial_point for score in old._scores.values()), True), plan, result)
+    new.restore(json.loads(json.dumps(old.to_dict())))
+    assert new.rules == old.rules
+    assert new.to_dict() == old.to_dict()
+    assert not new.rule_for(plan).is_trial
+    EarlyExit("on", 8).restore(old.to_dict())  # other layers: nothing to take over
+    for wrong in ({}, {"scores": [{"layer": 16}]}, {"scores": [{**old.to_dict()["scores"][0], "weights": [1.0]}]}):
+        with pytest.raises(ConfigError, match="no calibration of an early exit"):
+            EarlyExit("on", LAYERS).restore(wrong)
 
 
 def test_one_step_in_many_stays_a_trial():
