@@ -341,8 +341,8 @@ class CudaExecutor:
             yield
             seen = place < left[owner]
             judges = (np.cumsum(left + 1) - left - 1)[owner] + place  # the row before each draft
-            standing = np.array(self._standing.take(target.standing.numel())).reshape(target.standing.shape)
-            rank, best, own, sure = standing[:, judges[seen]]
+            standing = self._standing.take(target.standing.numel()).reshape(target.standing.shape)
+            rank, best, own, sure = standing[:, judges[seen]].astype(np.float64)
             index = len(kept)
             features[index, seen] = features_of(rank.astype(np.int64), best - own, sure, place[seen])
             if not rule.is_trial:
@@ -559,10 +559,11 @@ class _Glance:
         if self._event is not None:
             self._event.record()
 
-    def take(self, size: int) -> list[float]:
+    def take(self, size: int) -> NDArray[np.float32]:
+        """The first so many, until they are asked for again."""
         if self._event is not None:
             self._event.synchronize()
-        values: list[float] = self._values[:size].tolist()
+        values: NDArray[np.float32] = self._values[:size]
         return values
 
 
@@ -603,7 +604,7 @@ class _Drafting:
 
     def goes_on(self) -> bool:
         """Whether to launch another, now that the latest is there."""
-        self._seen.append(self._glance.take(self.num_active))
+        self._seen.append(self._glance.take(self.num_active).tolist())
         going = self.num_active
         return going > 0 and self._watch.goes_on(self._seen[-1][:going])
 
