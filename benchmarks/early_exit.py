@@ -19,8 +19,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from benchmarks.h200_common import Journal
-from benchmarks.h200_policies import Bench, make_models, open_bench, parse_args
+from benchmarks.h200_policies import Bench, open_bench, parse_args, prepare, status_of
 from benchmarks.h200_trace import write_whole
 from faser.engine import Engine
 from faser.policy import make_policy
@@ -97,13 +96,7 @@ def render(lines: Sequence[Line]) -> str:
 def main(given: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if given is None else list(given)
     args = parse_args([*DEFAULTS, *given])
-    args.out.mkdir(parents=True, exist_ok=True)
-    args.folder.mkdir(parents=True, exist_ok=True)
-    if args.python_path is not None:
-        sys.path.insert(0, str(args.python_path))
-    make_models(args)
-    journal = Journal(args.out / "early_exit.jsonl", args.started)
-    journal.path.unlink(missing_ok=True)
+    journal = prepare(args, "early_exit.jsonl")
     bench = open_bench(args, journal)
     num_layers = json.loads((args.folder / "target" / "config.json").read_text())["num_hidden_layers"]
     before = args.device == "cpu"
@@ -120,7 +113,7 @@ def main(given: Sequence[str] | None = None) -> int:
     document = json.dumps({"command": list(given), "lines": [asdict(line) for line in lines]})
     write_whole(args.out / "early_exit.json", document + "\n")
     print(document, flush=True)
-    return 1 if journal.path.exists() and '"failed"' in journal.path.read_text() else 0
+    return status_of(journal)
 
 
 if __name__ == "__main__":

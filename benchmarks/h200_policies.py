@@ -185,6 +185,22 @@ def make_models(args: argparse.Namespace) -> None:
     subprocess.run([sys.executable, "-m", job.module, *job.flags], env={**os.environ, **job.environment}, check=True)
 
 
+def prepare(args: argparse.Namespace, name: str) -> Journal:
+    """Folders and models, and an empty journal of that name."""
+    for folder in (args.out, args.folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    if args.python_path is not None:
+        sys.path.insert(0, str(args.python_path))
+    make_models(args)
+    journal = Journal(args.out / name, args.started)
+    journal.path.unlink(missing_ok=True)
+    return journal
+
+
+def status_of(journal: Journal) -> int:
+    return 1 if journal.path.exists() and '"failed"' in journal.path.read_text() else 0
+
+
 def sizes_of(text: str) -> tuple[int, ...]:
     return tuple(int(each) for each in text.split(",") if each)
 
@@ -223,15 +239,9 @@ def main(given: Sequence[str] | None = None) -> int:
     if args.report_only is not None:
         finish(args, read_document(args.report_only / "results.json"))
         return 0
-    args.folder.mkdir(parents=True, exist_ok=True)
-    if args.python_path is not None:
-        sys.path.insert(0, str(args.python_path))
-    make_models(args)
-    journal = Journal(args.out / "policies.jsonl", args.started)
-    journal.path.unlink(missing_ok=True)
-    document = measure(args, journal)
-    finish(args, document)
-    return 1 if journal.path.exists() and '"failed"' in journal.path.read_text() else 0
+    journal = prepare(args, "policies.jsonl")
+    finish(args, measure(args, journal))
+    return status_of(journal)
 
 
 if __name__ == "__main__":

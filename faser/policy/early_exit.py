@@ -84,6 +84,47 @@ def kept_by(drops: NDArray[np.bool_], owner: IntArray, place: IntArray, lengths:
     return kept
 
 
+class Exiting:
+    """The drafts of a verification on its way through the points of a rule; what reads them is the executor's part.
+
+    n drafts, by owner and place. Rows lie request by request, those of a request's drafts last.
+    """
+
+    def __init__(self, rule: ExitRule, num_drafted: IntArray) -> None:
+        self.owner: IntArray = np.repeat(np.arange(num_drafted.size), num_drafted)  # [n] index in the plan
+        self.place: IntArray = np.arange(self.owner.size) - np.repeat(np.cumsum(num_drafted) - num_drafted, num_drafted)
+        self.left = num_drafted  # [B] drafts that are still there
+        self._rule = rule
+        self._features = np.full((len(rule.points), self.owner.size, NUM_FEATURES), np.nan)
+        self._kept: list[IntArray] = []
+
+    @property
+    def seen(self) -> NDArray[np.bool_]:
+        """[n] which are still there."""
+        there: NDArray[np.bool_] = self.place < self.left[self.owner]
+        return there
+
+    def rows_before(self, counts: IntArray) -> IntArray:
+        """[seen] the row before each, by which it is judged, where requests have so many rows [B] in all."""
+        rows: IntArray = (np.cumsum(counts) - 1 - self.left)[self.owner] + self.place
+        return rows[self.seen]
+
+    def take(self, rank: IntArray, margin: FloatArray, confidence: FloatArray) -> None:
+        """What the next point saw of those that are there [seen]; some may leave."""
+        index, seen = len(self._kept), self.seen
+        self._features[index, seen] = features_of(rank, margin, confidence, self.place[seen])
+        if not self._rule.is_trial:
+            gone = np.zeros(seen.size, dtype=np.bool_)
+            gone[seen] = self._rule.points[index].drops(self._features[index, seen])
+            self.left = kept_by(gone, self.owner, self.place, self.left)
+        self._kept.append(self.left)
+
+    @property
+    def readings(self) -> ExitReadings:
+        """Behind the last point."""
+        return ExitReadings(self.owner, self.place, self._features, np.stack(self._kept))
+
+
 class EarlyExit:
     """Gives plans a rule where that saves time, and learns from what came of them.
 
@@ -108,8 +149,8 @@ class EarlyExit:
         self._cost = cost
         self._fixed = rule
         self._trials = trials
-        layers = sorted({num_layers // 2, 3 * num_layers // 4} | ({0} if before else {num_layers // 2}))
-        self._scores = {layer: ExitScore(layer) for layer in layers}
+        layers = {num_layers // 2, 3 * num_layers // 4} | ({0} if before else set())
+        self._scores = {layer: ExitScore(layer) for layer in sorted(layers)}
         self._steps = 0  # that drafted
 
     @property

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from faser.policy.early_exit import NUM_FEATURES, ExitRule, features_of, kept_by
+from faser.policy.early_exit import Exiting, ExitRule
 from faser.runtime.batch import Rows
 from faser.runtime.runner import ModelRunner
 from faser.runtime.sampling import Sampler, broken_rows
@@ -48,11 +48,14 @@ class Verifier:
         runner.apply(plan.target_pages)
         rows = Rows.of(plan.slots, plan.start, plan.num_rows + num_drafted)
         hidden = runner.model.embed(torch.from_numpy(self._history[rows.owners, rows.positions]))
-        exits = None
+        exits, done = None, 0
         if plan.exits is not None and num_drafted.any():
-            rows, hidden, num_drafted, exits = self._exit(plan, plan.exits, rows, hidden, num_drafted, confidence)
-        first = plan.exits.layers[-1] if exits is not None and plan.exits is not None else 0
-        hidden = runner.run(rows, hidden, first)
+            if confidence is None:
+                confidence = np.full((num_drafted.size, int(num_drafted.max())), np.nan)
+            exiting = Exiting(plan.exits, num_drafted)
+            rows, hidden = self._exit(plan, plan.exits, rows, hidden, exiting, confidence)
+            num_drafted, exits, done = exiting.left, exiting.readings, plan.exits.layers[-1]
+        hidden = runner.run(rows, hidden, done)
         samples = np.flatnonzero(plan.samples)
         judged = num_drafted[samples] + 1  # [S] rows to judge: of the last context token and of every drafted one
         starts = np.cumsum(judged) - judged
@@ -76,44 +79,27 @@ class Verifier:
         return Verdict(num_drafted, num_accepted, said[emitted], told, failures, exits)
 
     def _exit(
-        self,
-        plan: StepPlan,
-        rule: ExitRule,
-        rows: Rows,
-        hidden: torch.Tensor,
-        num_drafted: IntArray,
-        confidence: FloatArray | None,
-    ) -> tuple[Rows, torch.Tensor, IntArray, ExitReadings]:
-        """Layers up to the last point of the rule. The rows that are left, out of them, and the drafts [B] these hold.
+        self, plan: StepPlan, rule: ExitRule, rows: Rows, hidden: torch.Tensor, exiting: Exiting, confidence: FloatArray
+    ) -> tuple[Rows, torch.Tensor]:
+        """Layers up to the last point of the rule. The rows that are left, out of them.
 
         A draft is judged by the row before it, so that one stays and the draft's own row goes.
         """
-        owner = np.repeat(np.arange(num_drafted.size), num_drafted)
-        place = np.arange(owner.size) - np.repeat(np.cumsum(num_drafted) - num_drafted, num_drafted)
-        sure = np.full(owner.size, np.nan) if confidence is None else confidence[owner, place]
-        slots, positions = plan.slots[owner], plan.num_tokens[owner] + place
-        features = np.full((len(rule.points), owner.size, NUM_FEATURES), np.nan)
-        left, kept, done = num_drafted, [], 0
-        for index, point in enumerate(rule.points):
+        owner, place, done = exiting.owner, exiting.place, 0
+        for point in rule.points:
             hidden = self._runner.run(rows, hidden, done, point.layer)
-            done = point.layer
-            seen = place < left[owner]
-            standing = np.zeros(int(seen.sum()), dtype=np.int64), np.zeros(int(seen.sum()))
+            seen, done = exiting.seen, point.layer
+            slots, positions = plan.slots[owner][seen], (plan.num_tokens[owner] + place)[seen]
+            standing = np.zeros(slots.size, dtype=np.int64), np.zeros(slots.size)
             if point.layer:
-                judges = (rows.cu_rows[1:] - 1 - left)[owner] + place  # the row before each draft
-                logits = self._runner.logits(hidden, judges[seen])
-                tokens = self._history[slots[seen], positions[seen]]
-                standing = self._sampler.standing(logits, slots[seen], positions[seen], tokens)
-            features[index, seen] = features_of(*standing, sure[seen], place[seen])
-            if not rule.is_trial:
-                gone = np.zeros(owner.size, dtype=np.bool_)
-                gone[seen] = point.drops(features[index, seen])
-                rest = kept_by(gone, owner, place, left)
-                hidden = hidden[torch.from_numpy(_leading(rows, rows.counts - (left - rest)))]
-                rows = Rows.of(plan.slots, plan.start, plan.num_rows + rest)
-                left = rest
-            kept.append(left)
-        return rows, hidden, left, ExitReadings(owner, place, features, np.stack(kept))
+                logits = self._runner.logits(hidden, exiting.rows_before(rows.counts))
+                standing = self._sampler.standing(logits, slots, positions, self._history[slots, positions])
+            exiting.take(*standing, confidence[owner, place][seen])
+            counts = plan.num_rows + exiting.left
+            if (counts < rows.counts).any():
+                hidden = hidden[torch.from_numpy(_leading(rows, counts))]
+                rows = Rows.of(plan.slots, plan.start, counts)
+        return rows, hidden
 
     def take_seconds(self) -> float:
         return self._runner.take_seconds()

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from faser.errors import EngineError
-from faser.policy.early_exit import NUM_FEATURES, ExitRule, features_of, kept_by
+from faser.policy.early_exit import Exiting, ExitRule
 from faser.policy.stopping import Stopping
 from faser.progress import Update
 from faser.runtime.cuda.compile import compile_all
@@ -328,32 +328,25 @@ class CudaExecutor:
 
     def _exit(self, flight: _Flight, rule: ExitRule, shape: Shape) -> Generator[None, None, Shape]:
         """The verification in parts, with fewer drafts after each; the shape of the last."""
-        plan, target, left = flight.plan, self._target, flight.num_verified
-        owner = np.repeat(np.arange(left.size), left)
-        place = np.arange(owner.size) - np.repeat(np.cumsum(left) - left, left)
-        points = [point for point in rule.points if point.layer]  # what is known before the first costs a look here
-        features = np.full((len(rule.points), owner.size, NUM_FEATURES), np.nan)
-        kept, done = [left] * (len(rule.points) - len(points)), 0
-        for point in points:
-            target.launch_part(shape, done, point.layer)
-            done = point.layer
-            self._standing.request(target.standing.view(-1))
-            yield
-            seen = place < left[owner]
-            judges = (np.cumsum(left + 1) - left - 1)[owner] + place  # the row before each draft
-            standing = self._standing.take(target.standing.numel()).reshape(target.standing.shape)
-            rank, best, own, sure = standing[:, judges[seen]].astype(np.float64)
-            index = len(kept)
-            features[index, seen] = features_of(rank.astype(np.int64), best - own, sure, place[seen])
-            if not rule.is_trial:
-                gone = np.zeros(owner.size, dtype=np.bool_)
-                gone[seen] = point.drops(features[index, seen])
-                left = kept_by(gone, owner, place, left)
-                target.set_drafted(left)
-                shape = self._verification(plan, left) or shape
-            kept.append(left)
+        plan, target, done = flight.plan, self._target, 0
+        exiting = Exiting(rule, flight.num_verified)
+        for point in rule.points:
+            where = exiting.rows_before(exiting.left + 1)
+            rank, best, own, sure = np.zeros((4, where.size))
+            if point.layer:
+                target.launch_part(shape, done, point.layer)
+                done = point.layer
+                self._standing.request(target.standing.view(-1))
+                yield
+                standing = self._standing.take(target.standing.numel()).reshape(target.standing.shape)
+                rank, best, own, sure = standing[:, where].astype(np.float64)
+            else:  # what the draft thought of them would cost a look of its own
+                sure[:] = np.nan
+            exiting.take(rank.astype(np.int64), best - own, sure)
+            target.set_drafted(exiting.left)
+            shape = self._verification(plan, exiting.left) or shape
         target.launch_part(shape, done, target.model.num_layers)
-        flight.num_verified, flight.exits = left, ExitReadings(owner, place, features, np.stack(kept))
+        flight.num_verified, flight.exits = exiting.left, exiting.readings
         return shape
 
     def _refine(self, plan: StepPlan, judged: IntArray, shape: Shape) -> _Told:

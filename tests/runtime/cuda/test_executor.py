@@ -222,6 +222,9 @@ def test_synthetic_acceptance_is_what_was_asked_for(acceptance):
 EXITS = {
     "nearly everything at the first layer": ExitRule((ExitPoint.by_rank(1, 1),)),
     "some, twice": ExitRule((ExitPoint.by_rank(1, 20), ExitPoint.by_rank(2, 6))),
+    "by place, before the first layer": ExitRule(
+        (ExitPoint(0, (0.0, 0.0, 0.0, 0.0, 1.0), 0.5), ExitPoint.by_rank(1, 10))
+    ),
     "a trial": ExitRule((ExitPoint.by_rank(1, 1), ExitPoint.by_rank(2, 1)), is_trial=True),
 }
 
