@@ -1,9 +1,11 @@
 """What does early exit bring? Closed loops with it on, off and by itself, at fixed lengths and under `faser`.
 
 The engine, the models and the prompts of benchmarks/h200_policies.py, whose flags it takes; one engine plays every
-batch size, policy and mode in turn. For each: milliseconds per token, the share of drafted tokens that left early (exit
-ratio), the share of these that the target would have accepted (false prunes, from trials), and how many seconds the
-profile says were saved and the clock does.
+batch size, policy and mode in turn, policies that adapt twice: what `auto` may cost them is little. For each:
+milliseconds per token, the share of drafted tokens that left early (exit ratio), the share of these that the target
+would have accepted (false prunes, from trials), and how many seconds the profile says were saved and the clock does.
+Before them what the profile says of steps of these sizes: the most that could be saved by dropping a sixth of the
+drafts, as many as the paper does, and by dropping all that will be refused.
 
     python3 -m benchmarks.early_exit --target TARGET.gguf [--policies fixed:4,fixed:6,faser]
         [--concurrency 32,64,128,256] [--folder DIR] [--python-path DIR] [--budget-seconds 560]
@@ -25,9 +27,13 @@ from faser.engine import Engine
 from faser.policy import make_policy
 from faser.policy.early_exit import EarlyExit
 from faser.profile import ProfiledCost
+from faser.runtime.device import make_device
 
 DEFAULTS = ["--policies", "fixed:4,fixed:6,faser", "--concurrency", "32,64,128,256", "--ablation", ""]
 MODES = ("off", "on", "auto")
+PAPER_SHARE, REFUSED_SHARE = 0.16, 0.45  # of the drafts: that the paper drops at most, and that this pair's refuses
+SHARES = (PAPER_SHARE, REFUSED_SHARE)
+CONTEXT = 200  # tokens a request, in what the profile is asked about
 
 
 @dataclass(frozen=True)
@@ -47,11 +53,52 @@ class Line:
     measured_seconds: float
 
 
-def play(bench: Bench, policy: str, mode: str, size: int, num_layers: int, before: bool) -> Line:
+@dataclass(frozen=True)
+class Bound:
+    """Milliseconds, by the profile, of a step in which everybody drafts as much."""
+
+    concurrency: int
+    length: int
+    verify: float
+    draft: float
+    check: float  # of a look in the middle
+    sixth_before: float  # saved by dropping a sixth of the drafts before the first layer, for nothing
+    sixth_midway: float  # and after half of the layers, the look paid
+    refused_before: float  # by dropping all that will be refused
+    refused_midway: float
+
+
+def bound_of(cost: ProfiledCost, size: int, length: int) -> Bound:
+    rows, drafted, context = size * (length + 1), size * length, size * CONTEXT
+    whole = float(cost.verify(rows, context))
+    check = cost.exit_check(drafted)
+    before = {share: whole - float(cost.verify(rows - round(share * drafted), context)) for share in SHARES}
+    midway = {share: saved / 2 - check for share, saved in before.items()}
+    draft = float(cost.first_draft(size, context)) + (length - 1) * float(cost.next_draft(size, context))
+    saved = (each[share] for share in SHARES for each in (before, midway))
+    return Bound(size, length, *(1e3 * seconds for seconds in (whole, draft, check, *saved)))
+
+
+def render_bounds(bounds: Sequence[Bound]) -> str:
+    lines = [
+        "requests  length  verify ms  draft ms  look ms   saved ms, a sixth: before, midway   refused: before, midway"
+    ]
+    for each in bounds:
+        saved = each.sixth_before, each.sixth_midway, each.refused_before, each.refused_midway
+        lines.append(
+            f"{each.concurrency:8}  {each.length:6}  {each.verify:9.2f}  {each.draft:8.2f}  {each.check:7.3f}"
+            f"{' ' * 16}{'  '.join(f'{ms:8.2f}' for ms in saved)}"
+        )
+    return "\n".join(lines)
+
+
+def play(
+    bench: Bench, policy: str, mode: str, size: int, num_layers: int, depths: Sequence[float], warms: bool
+) -> Line:
     engine = bench.engine
-    engine.exits = exits = _exits_of(engine, mode, num_layers, before)
+    engine.exits = exits = _exits_of(engine, mode, num_layers, depths)
     drafted = engine.stats.drafted
-    bench.play(f"{policy}, {mode}", make_policy(policy), size)
+    bench.play(f"{policy}, {mode}", make_policy(policy), size, warms=warms)
     figures = bench.document.runs[-1].summary
     stats = exits.stats if exits is not None else EarlyExit("off", num_layers).stats
     return Line(
@@ -71,19 +118,21 @@ def play(bench: Bench, policy: str, mode: str, size: int, num_layers: int, befor
     )
 
 
-def _exits_of(engine: Engine, mode: str, num_layers: int, before: bool) -> EarlyExit | None:
+def _exits_of(engine: Engine, mode: str, num_layers: int, depths: Sequence[float]) -> EarlyExit | None:
     if mode == "off":
         return None
     cost = engine.cost if isinstance(engine.cost, ProfiledCost) else None
-    return EarlyExit(mode, num_layers, cost, before=before)
+    return EarlyExit(mode, num_layers, cost, depths=depths)
 
 
 def render(lines: Sequence[Line]) -> str:
     text = [
         "requests  policy   mode  ms/token    tok/s  length  exits %  wrong %   saved s: predicted, measured; by layer"
     ]
-    plain = {(line.concurrency, line.policy): line.ms_per_token for line in lines if line.mode == "off"}
+    plain: dict[tuple[int, str], float] = {}
     for line in lines:
+        if line.mode == "off":  # of the same turn
+            plain[line.concurrency, line.policy] = line.ms_per_token
         against = plain.get((line.concurrency, line.policy), line.ms_per_token) / line.ms_per_token
         text.append(
             f"{line.concurrency:8}  {line.policy:7}  {line.mode:4}  {line.ms_per_token:8.3f}  {line.tokens_per_s:7.0f}"
@@ -99,18 +148,27 @@ def main(given: Sequence[str] | None = None) -> int:
     journal = prepare(args, "early_exit.jsonl")
     bench = open_bench(args, journal)
     num_layers = json.loads((args.folder / "target" / "config.json").read_text())["num_hidden_layers"]
-    before = args.device == "cpu"
+    depths = make_device(args.device).exit_depths
+    cost = bench.engine.cost
+    bounds = []
+    if isinstance(cost, ProfiledCost):
+        bounds = [bound_of(cost, size, length) for size in args.concurrency for length in (4, 6)]
+        print(render_bounds(bounds), flush=True)
     lines: list[Line] = []
     for size in args.concurrency:
         for policy in args.policies:
-            for mode in MODES:
+            modes = MODES if policy.startswith("fixed") else (*MODES, *MODES)
+            for turn, mode in enumerate(modes):
                 journal.attempt(
                     f"{size} {policy}",
-                    mode,
-                    lambda s=size, p=policy, m=mode: lines.append(play(bench, p, m, s, num_layers, before)),
+                    f"{mode} {turn}",
+                    lambda s=size, p=policy, m=mode, t=turn: lines.append(
+                        play(bench, p, m, s, num_layers, depths, warms=not t)
+                    ),
                 )
     print(render(lines))
-    document = json.dumps({"command": list(given), "lines": [asdict(line) for line in lines]})
+    about = {"command": list(given), "bounds": [asdict(each) for each in bounds]}
+    document = json.dumps({**about, "lines": [asdict(line) for line in lines]})
     write_whole(args.out / "early_exit.json", document + "\n")
     print(document, flush=True)
     return status_of(journal)

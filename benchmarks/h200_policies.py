@@ -64,14 +64,15 @@ class Bench:
     def is_over(self) -> bool:
         return time.time() > float(self.args.until)
 
-    def play(self, name: str, policy: Policy, concurrency: int, *, ragged: bool = True) -> None:
+    def play(self, name: str, policy: Policy, concurrency: int, *, ragged: bool = True, warms: bool = True) -> None:
         if self.is_over():
             raise TimeoutError("no time left for it")
         take_policy(self.engine, policy)
         self.engine.executor.ragged = ragged  # type: ignore[attr-defined]
         workload = self.workloads[concurrency]
-        warm, _ = warm_ups_of(workload, max(WARM_UP, concurrency))
-        play(self.engine, warm, name, stopped=self.is_over)
+        if warms:
+            warm, _ = warm_ups_of(workload, max(WARM_UP, concurrency))
+            play(self.engine, warm, name, stopped=self.is_over)
         run = play(self.engine, workload, name, stopped=self.is_over)
         made = run_document(run, policy=name, load=Load(concurrency=concurrency), repeat=0, slo=None)
         self.add(replace(made, records=()))

@@ -65,8 +65,7 @@ def _add_engine_sizes(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
 def _add_early_exit(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument(
         "--early-exit", choices=("auto", "on", "off"), default="auto",
-        help="drop drafts in the midst of a verification: where by the profile it pays (default), always, never; "
-        "not on a GPU yet",
+        help="drop drafts in the midst of a verification: where by the profile it pays (default), always, never",
     )  # fmt: skip
 
 
@@ -83,7 +82,7 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
         "Prints a table for people, then the profile as one JSON document on the last line."
     )
     parser.add_argument("--out", metavar="FILE", help="default: where later starts look for it")
-    parser.add_argument("--budget", type=float, metavar="S", help="seconds; default: 14 on a GPU, 6 on a CPU")
+    parser.add_argument("--budget", type=float, metavar="S", help="seconds; default: 18 on a GPU, 6 on a CPU")
     engine = _add_engine_sizes(parser)
     engine.add_argument("--policy", help="whose lengths to prepare for; default: as for `faser serve`")
     parser.set_defaults(profile=None, no_prefix_caching=False, early_exit="auto")

@@ -53,6 +53,11 @@ class Curve:
     def is_stepped(self) -> bool:
         return self.stepped_to >= self.rows[-1]
 
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The rows at which it becomes dearer at once."""
+        return tuple(size for size in self.rows if size <= self.stepped_to)
+
     @property
     def most_rows(self) -> int:
         """The largest size of a stepped curve; more rows than that it does not run."""
@@ -104,6 +109,7 @@ class Profile:
     host: float  # seconds of a step outside both models
     stop_seconds: float | None = None  # of a look at a draft between two of its tokens; None: it cannot be looked at
     exit_check: Curve | None = None  # of an early exit's look at so many drafts, going on included; None: there is none
+    exit_candidates: int = 0  # that it compares them with; 0: the whole vocabulary
     # of configurations it was not made from: share of the seconds, mean and worst
     errors: Mapping[str, float] = field(default_factory=dict)
 
@@ -135,6 +141,7 @@ class Profile:
                 host=float(given["host"]),
                 stop_seconds=None if looks is None else float(looks),
                 exit_check=None if check is None else _curve_of(check),
+                exit_candidates=int(given.get("exit_candidates", 0)),
                 errors=errors,
                 **curves,
             )

@@ -24,6 +24,7 @@ class Whims:
     """Drops drafts for no reason at all."""
 
     layer = 1
+    candidates = 0
 
     def __init__(self, seed: int) -> None:
         self.random = np.random.default_rng(seed)
@@ -40,6 +41,7 @@ RULES = {
     "before the first layer and behind it": lambda: ExitRule(
         (ExitPoint(0, (0.0, 0.0, 0.0, -1.0, 0.3), 2.5), ExitPoint.by_rank(1, 8))
     ),
+    "against a shortlist": lambda: ExitRule((ExitPoint.by_rank(1, 2, 24),)),
     "nothing": lambda: ExitRule((ExitPoint.by_rank(2, 10**6),)),
     "by whim, twice": lambda: ExitRule((Whims(1), replace_layer(Whims(2), 2))),
     "a trial": lambda: ExitRule((ExitPoint.by_rank(1, 1), ExitPoint.by_rank(2, 1)), is_trial=True),

@@ -175,6 +175,12 @@ class Transformer:
         normed = rms_norm(hidden, self.final_norm, self.config.norm_eps)
         return _apply_head(normed, self.head).float()
 
+    def shortlist_logits(self, hidden: Tensor, candidates: int, token_ids: Tensor) -> Tensor:
+        """The first so many columns of the logits, and behind them that of each row's token: [rows, candidates + 1]."""
+        normed = rms_norm(hidden, self.final_norm, self.config.norm_eps)
+        own = (normed.float() * self.head[token_ids].float()).sum(-1, keepdim=True)
+        return torch.cat((_apply_head(normed, self.head[:candidates]).float(), own), dim=1)
+
     def _run_layer(self, index: int, hidden: Tensor, attend: Attend) -> Tensor:
         layer, config = self.layers[index], self.config
         normed = rms_norm(hidden, layer.attention_norm, config.norm_eps)

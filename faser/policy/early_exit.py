@@ -5,29 +5,32 @@ and no clocks. A rule travels with the plan. What it drops can cost a draft, nev
 before the first dropped draft goes through to the last layer.
 
 After a layer the target's norm and head say how many candidates score above a draft (its rank there) and by how much
-the best does (its margin). The paper drops a draft, and those behind it, at a rank of K or more. Here a draft's score
-is linear in rank, margin, the draft model's own confidence and the draft's place; the paper's rule is the special case
-of weight on the rank alone. The score is fitted, and its limit set so that 99 % of what would be accepted stays, on a
-sample of steps that run to the end: trials. A point before the first layer knows only the draft's confidence and
-place; it costs nothing, and spares the dropped drafts the whole forward.
+the best does (its margin): candidates are all tokens, or a shortlist of those that texts are full of. The paper drops a
+draft, and those behind it, at a rank of K or more. Here a draft's score is linear in rank, margin, the draft model's
+own confidence and the draft's place; the paper's rule is the special case of weight on the rank alone. The score is
+fitted, and its limit set so that 99 % of what would be accepted stays, on a sample of steps that run to the end:
+trials. A point before the first layer knows only the draft's confidence and place; it costs a look at the finished
+draft at most, and spares what it drops the whole forward.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from faser.errors import ConfigError
-from faser.profile import ProfiledCost, work_of
+from faser.profile import ProfiledCost, Work, work_of
 from faser.types import ExitReadings, FloatArray, IntArray, StepPlan, StepResult
 
 MODES = ("auto", "on", "off")
 KEEP = 0.99  # of the drafts that would be accepted
+DEPTHS = (0.0, 0.5, 0.75)  # of the target's layers: where points are
+SHORTLIST = 8192  # tokens; merges are numbered by how often they are made, so these are the first ones
 NUM_FEATURES = 5  # one, log of the rank, margin, log-odds of the confidence, place in the draft
 BY_RANK = (0.0, 1.0, 0.0, 0.0, 0.0)
 WINDOW = 4096  # drafts of trials that a rule is made from
@@ -46,11 +49,12 @@ class ExitPoint:
     layer: int
     weights: tuple[float, ...]  # of its features
     limit: float
+    candidates: int = 0  # the first so many tokens of the vocabulary; 0: all
 
     @classmethod
-    def by_rank(cls, layer: int, k: int) -> ExitPoint:
+    def by_rank(cls, layer: int, k: int, candidates: int = 0) -> ExitPoint:
         """The paper's rule: at least k candidates are better."""
-        return cls(layer, BY_RANK, float(np.log1p(k - 0.5)))
+        return cls(layer, BY_RANK, float(np.log1p(k - 0.5)), candidates)
 
     def drops(self, features: FloatArray) -> NDArray[np.bool_]:
         """Which of the drafts [n, F] would go by themselves."""
@@ -60,14 +64,30 @@ class ExitPoint:
 
 @dataclass(frozen=True)
 class ExitRule:
-    """Points of a verification, their layers ascending. In a trial nothing is dropped, and what they see is told."""
+    """Points of a verification, their layers ascending. In a trial nothing is dropped, and what they see is told.
+
+    `row_sizes`, where given, are the rows at which a forward becomes dearer: what would leave it as dear stays.
+    """
 
     points: tuple[ExitPoint, ...]
     is_trial: bool = False
+    row_sizes: tuple[int, ...] = ()
+    predicted: float = 0.0  # seconds it should save
 
     @property
     def layers(self) -> tuple[int, ...]:
         return tuple(point.layer for point in self.points)
+
+    @property
+    def looks_before(self) -> bool:
+        """Whether the draft's confidence has to be known before the first layer."""
+        return not self.points[0].layer
+
+    def saves(self, rows_before: int, rows: int) -> bool:
+        """Whether so many rows are cheaper."""
+        if not self.row_sizes or rows_before > self.row_sizes[-1]:
+            return rows < rows_before
+        return bool(np.searchsorted(self.row_sizes, rows) < np.searchsorted(self.row_sizes, rows_before))
 
 
 def features_of(rank: IntArray, margin: FloatArray, confidence: FloatArray, place: IntArray) -> FloatArray:
@@ -87,14 +107,16 @@ def kept_by(drops: NDArray[np.bool_], owner: IntArray, place: IntArray, lengths:
 class Exiting:
     """The drafts of a verification on its way through the points of a rule; what reads them is the executor's part.
 
-    n drafts, by owner and place. Rows lie request by request, those of a request's drafts last.
+    n drafts, by owner and place. Rows lie request by request, those of a request's drafts last; there are `num_others`
+    that are no draft's.
     """
 
-    def __init__(self, rule: ExitRule, num_drafted: IntArray) -> None:
+    def __init__(self, rule: ExitRule, num_drafted: IntArray, num_others: int) -> None:
         self.owner: IntArray = np.repeat(np.arange(num_drafted.size), num_drafted)  # [n] index in the plan
         self.place: IntArray = np.arange(self.owner.size) - np.repeat(np.cumsum(num_drafted) - num_drafted, num_drafted)
         self.left = num_drafted  # [B] drafts that are still there
         self._rule = rule
+        self._num_others = num_others
         self._features = np.full((len(rule.points), self.owner.size, NUM_FEATURES), np.nan)
         self._kept: list[IntArray] = []
 
@@ -116,7 +138,13 @@ class Exiting:
         if not self._rule.is_trial:
             gone = np.zeros(seen.size, dtype=np.bool_)
             gone[seen] = self._rule.points[index].drops(self._features[index, seen])
-            self.left = kept_by(gone, self.owner, self.place, self.left)
+            left = kept_by(gone, self.owner, self.place, self.left)
+            if self._rule.saves(self._num_others + int(self.left.sum()), self._num_others + int(left.sum())):
+                self.left = left
+        self._kept.append(self.left)
+
+    def skip(self) -> None:
+        """The next point could not be looked at: it drops nothing, and has nothing to say."""
         self._kept.append(self.left)
 
     @property
@@ -130,7 +158,7 @@ class EarlyExit:
 
     `on` takes every point there is whenever something is drafted; `auto` the one that saves most by the profile, if it
     saves anything, and tries no point where even a rule that knew everything would not pay. `rule` fixes it, for
-    measuring and for tests. `before`: there is a point before the first layer.
+    measuring and for tests. `depths` are shares of the layers after which it may look; 0.0: before the first.
     """
 
     def __init__(
@@ -140,7 +168,7 @@ class EarlyExit:
         cost: ProfiledCost | None = None,
         rule: ExitRule | None = None,
         *,
-        before: bool = True,
+        depths: Sequence[float] = DEPTHS,
         trials: int = TRIALS,
     ) -> None:
         self.stats = ExitStats()
@@ -149,8 +177,10 @@ class EarlyExit:
         self._cost = cost
         self._fixed = rule
         self._trials = trials
-        layers = {num_layers // 2, 3 * num_layers // 4} | ({0} if before else set())
-        self._scores = {layer: ExitScore(layer) for layer in sorted(layers)}
+        candidates = cost.profile.exit_candidates if cost is not None else 0
+        self._scores = {
+            layer: ExitScore(layer, candidates if layer else 0) for layer in sorted(layers_at(depths, num_layers))
+        }
         self._steps = 0  # that drafted
 
     @property
@@ -180,7 +210,14 @@ class EarlyExit:
         if self._fixed is not None:
             return self._fixed
         self._steps += 1
-        scores = [score for score in self._scores.values() if self._mode == "on" or self._could_pay(plan, score)]
+        work, drafted = work_of(plan), int(plan.lengths.sum())
+        # in `auto`, where to drop every draft that will be refused would save anything
+        share = self.stats.refused_share
+        scores = [
+            score
+            for score in self._scores.values()
+            if self._mode == "on" or self._saving(work, drafted, score.layer, share) > 0
+        ]
         if not scores:
             return None
         is_ready = all(score.point is not None for score in scores)
@@ -188,11 +225,13 @@ class EarlyExit:
             return ExitRule(tuple(score.trial_point for score in scores), is_trial=True)
         if not is_ready:
             return None
-        points = [score.trial_point for score in scores]
         if self._mode == "on":
-            return ExitRule(tuple(points))
-        best = max(points, key=lambda point: self._seconds_saved(plan, point))
-        return ExitRule((best,)) if self._seconds_saved(plan, best) > 0 else None
+            saved = max(self._seconds_saved(plan, work, drafted, score) for score in scores)
+            return ExitRule(tuple(score.trial_point for score in scores), predicted=saved)
+        saved, best = max(
+            ((self._seconds_saved(plan, work, drafted, score), score) for score in scores), key=lambda each: each[0]
+        )
+        return ExitRule((best.trial_point,), row_sizes=self._row_sizes(work), predicted=saved) if saved > 0 else None
 
     def learn(self, rule: ExitRule, plan: StepPlan, result: StepResult) -> None:
         readings = result.exits
@@ -201,47 +240,60 @@ class EarlyExit:
         if rule.is_trial:
             self.stats.record_trial(rule, readings, result)
             for features, layer in zip(readings.features, rule.layers, strict=True):
-                if layer in self._scores:
+                if layer in self._scores and not np.isnan(features).any():
                     self._scores[layer].learn(readings, features, result)
         else:
             self.stats.record(rule, readings, result)
+            self.stats.predicted_seconds += rule.predicted
             if self._cost is not None:
-                self.stats.predicted_seconds += max(self._seconds_saved(plan, point) for point in rule.points)
                 self.stats.measured_seconds += self._cost.parts(plan).verify - result.seconds.verify
 
     # ── whether it pays ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _could_pay(self, plan: StepPlan, score: ExitScore) -> bool:
-        """Whether to drop every draft that will be refused would save anything."""
-        return self._saving(plan, score.layer, self.stats.refused_share) > 0
-
-    def _seconds_saved(self, plan: StepPlan, point: ExitPoint) -> float:
-        score = self._scores.get(point.layer)
-        if score is None or self._cost is None:
+    def _seconds_saved(self, plan: StepPlan, work: Work, drafted: int, score: ExitScore) -> float:
+        if self._cost is None:
             return 0.0
         step = self._cost.predict(plan) / max(1, int(plan.samples.sum()))
-        lost = score.false_share * int(plan.lengths.sum()) * step
-        return self._saving(plan, point.layer, score.dropped_share) - lost
+        lost = score.false_share * drafted * step
+        return self._saving(work, drafted, score.layer, score.dropped_share) - lost
 
-    def _saving(self, plan: StepPlan, layer: int, share: float) -> float:
+    def _saving(self, work: Work, drafted: int, layer: int, share: float) -> float:
         """Seconds of the layers behind, less those of looking, if that share of the drafts is dropped."""
         cost = self._cost
         if cost is None or cost.profile.exit_check is None:
             return 0.0
-        work, drafted = work_of(plan), int(plan.lengths.sum())
         rest = work.rows - round(share * drafted)
         saved = cost.verify(work.rows, work.context, work.prompt_rows) - cost.verify(
             rest, work.context, work.prompt_rows
         )
-        check = cost.exit_check(drafted) if layer else 0.0
+        check = cost.exit_check(drafted) if layer else cost.stop_seconds or 0.0
         return float(saved) * (1 - layer / self._num_layers) - check
+
+    def _row_sizes(self, work: Work) -> tuple[int, ...]:
+        if self._cost is None:
+            return ()
+        profile = self._cost.profile
+        if work.prompt_rows:
+            return profile.prompts.sizes
+        beyond = tuple(size for size in profile.prompts.sizes if size > profile.verify.most_rows)
+        return profile.verify.sizes + beyond if profile.verify.sizes else ()
+
+
+def candidates_of(vocab_size: int) -> tuple[int, ...]:
+    """How many tokens a point may compare drafts with, as `ExitPoint.candidates` has it."""
+    return (0, SHORTLIST) if vocab_size > 2 * SHORTLIST else (0,)
+
+
+def layers_at(depths: Sequence[float], num_layers: int) -> tuple[int, ...]:
+    return tuple(int(depth * num_layers) for depth in depths)
 
 
 class ExitScore:
     """One layer's rule, from the latest trials."""
 
-    def __init__(self, layer: int) -> None:
+    def __init__(self, layer: int, candidates: int) -> None:
         self.layer = layer
+        self._candidates = candidates
         self.point: ExitPoint | None = None
         self.dropped_share = 0.0  # of all drafts, by the rule as it stands, in the trials it is made from
         self.false_share = 0.0  # dropped and would have been accepted
@@ -258,13 +310,15 @@ class ExitScore:
         weights = tuple(map(float, known["weights"]))
         if len(weights) != NUM_FEATURES:
             raise ValueError(f"{len(weights)} weights instead of {NUM_FEATURES}")
-        self.point = ExitPoint(self.layer, weights, float(known["limit"]))
+        if int(known["candidates"]) != self._candidates:
+            return
+        self.point = ExitPoint(self.layer, weights, float(known["limit"]), self._candidates)
         self.dropped_share, self.false_share = float(known["dropped_share"]), float(known["false_share"])
 
     @property
     def trial_point(self) -> ExitPoint:
         """The point; before there is one, another that drops nothing."""
-        return self.point or ExitPoint(self.layer, BY_RANK, np.inf)
+        return self.point or ExitPoint(self.layer, BY_RANK, np.inf, self._candidates)
 
     def learn(self, readings: ExitReadings, features: FloatArray, result: StepResult) -> None:
         """What a trial saw here [n, F]: every draft up to the first that was refused has been judged."""
@@ -278,7 +332,8 @@ class ExitScore:
             self._count -= self._accepted.popleft().size
         if self._count < LEAST_JUDGED:
             return
-        self.point = make_point(self.layer, np.concatenate(self._features), np.concatenate(self._accepted))
+        found = make_point(self.layer, np.concatenate(self._features), np.concatenate(self._accepted))
+        self.point = replace(found, candidates=self._candidates)
         drafted = result.num_drafted
         kept = kept_by(self.point.drops(features), readings.owner, readings.place, drafted)
         wrong = np.maximum(result.num_accepted - kept, 0)

@@ -24,7 +24,7 @@ from faser.models.source import DEFAULT_DRAFT, PatchSource, Source, open_draft, 
 from faser.models.transformer import Transformer
 from faser.pages import PagePool
 from faser.policy import MAX_LENGTH, Policy
-from faser.policy.early_exit import EarlyExit
+from faser.policy.early_exit import EarlyExit, candidates_of, layers_at
 from faser.profile import Profile, ProfiledCost
 from faser.progress import progress_bar
 from faser.runtime import saved_profiles
@@ -170,12 +170,10 @@ def build_engine(
 def _make_exits(made: _Made, options: EngineOptions, cost: ProfiledCost | None) -> EarlyExit | None:
     """None where there is nothing to decide: without drafts, or, for `auto`, without a profile to decide by."""
     mode = options.early_exit
-    if mode == "on" and not made.device.can_exit:
-        raise ConfigError(f"early_exit=on: verifications on {made.device.name} have no early exit; leave it out")
     has_price = cost is not None and cost.profile.exit_check is not None
-    if made.draft is None or mode == "off" or not made.device.can_exit or (mode == "auto" and not has_price):
+    if made.draft is None or mode == "off" or (mode == "auto" and not has_price):
         return None
-    return EarlyExit(mode, made.target.num_layers, cost)
+    return EarlyExit(mode, made.target.num_layers, cost, depths=made.device.exit_depths)
 
 
 def measure_profile(pair: LoadedPair, options: EngineOptions, budget: float | None = None) -> tuple[Profile, float]:
@@ -219,6 +217,7 @@ def _make_executor(
             sampler=Sampler(limits.max_running, target.config.vocab_size, history, compiler),
             num_pages=options.num_pages,
             kv_memory=options.kv_memory,
+            exit_layers=_exit_layers(policy, draft, options, device, target.num_layers),
             acceptance=options.acceptance,
         )
     )
@@ -227,6 +226,16 @@ def _make_executor(
 
 def _usual_length(policy: Policy, draft: Draft) -> int:
     return getattr(policy, "max_length", 0) if draft is not None else 0
+
+
+def _exit_layers(
+    policy: Policy, draft: Draft, options: EngineOptions, device: Device, num_layers: int
+) -> tuple[int, ...]:
+    """Those that verifications will stop at, as far as that is known before there is a profile."""
+    is_priced = getattr(policy, "needs_cost", False) or options.profile is not None
+    if draft is None or options.early_exit == "off" or (options.early_exit == "auto" and not is_priced):
+        return ()
+    return tuple(layer for layer in layers_at(device.exit_depths, num_layers) if layer)
 
 
 # ── profiles ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -278,7 +287,8 @@ def _measure(made: _Made, budget: float | None = None) -> tuple[Profile, float]:
         usual_length=_usual_length(made.policy, made.draft),
         vocab_size=made.target.config.vocab_size,
         how=made.device.profiling,
-        exit_layer=made.target.num_layers // 2 if made.device.can_exit else 0,
+        exit_layer=made.target.num_layers // 2,
+        exit_candidates=candidates_of(made.target.config.vocab_size),
     )
     started = perf_counter()
     with progress_bar("profiling") as update:

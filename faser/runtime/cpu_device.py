@@ -6,6 +6,7 @@ import os
 
 from faser.errors import ConfigError
 from faser.models.transformer import Transformer
+from faser.policy.early_exit import DEPTHS
 from faser.runtime.device import Parts, Profiling
 from faser.runtime.drafter import Drafter, ModelDrafter, NgramDrafter
 from faser.runtime.executor import TorchExecutor
@@ -21,7 +22,7 @@ class CpuDevice:
     max_running = 64
     max_batch_tokens = 1024
     # Cores are slow and beyond some dozen rows linear: little is measured, and what lies beyond follows from it.
-    can_exit = True
+    exit_depths = DEPTHS
     profiling = Profiling(6.0, (), (), most_rows=64, most_context=4096, most_prompt_rows=128)
 
     def default_kv_memory(self) -> int:

@@ -31,6 +31,7 @@ class Parts:
     sampler: Sampler  # reads it
     num_pages: int | None  # of each model, as the user asked, or
     kv_memory: int | None  # bytes for both; neither: the device's choice
+    exit_layers: tuple[int, ...]  # of the target, after which drafts may be dropped: likewise to be prepared for
     acceptance: float | None  # accept drafts with this probability, whatever they say: for measuring
 
     @property
@@ -75,8 +76,8 @@ class Device(Protocol):
     def profiling(self) -> Profiling: ...
 
     @property
-    def can_exit(self) -> bool:
-        """Whether its executor drops drafts in the midst of a verification."""
+    def exit_depths(self) -> tuple[float, ...]:
+        """Shares of the target's layers after which its executor may drop drafts."""
         ...
 
     def default_kv_memory(self) -> int | None:

@@ -74,6 +74,7 @@ class Subject:
     vocab_size: int
     how: Profiling
     exit_layer: int = 0  # of the target, after which an early exit looks at drafts; 0: there is none
+    exit_candidates: tuple[int, ...] = (0,)  # how many it may compare them with
 
     @property
     def longest(self) -> int:
@@ -132,7 +133,7 @@ class Batch:
     lengths: IntArray
     draft_rows: IntArray  # likewise the last of num_tokens
     is_looked_at: bool = False  # its drafts are, between their tokens, and always found good enough to go on
-    exit_layer: int = 0  # and after so many layers of the target, to no effect; 0: they are not
+    exits: ExitRule | None = None  # and by its points in the target, to no effect
 
     @classmethod
     def decoding(cls, num_tokens: IntArray, lengths: IntArray, lag: IntArray | None = None) -> Batch:
@@ -361,7 +362,7 @@ class _Steps:
             target_pages=pages,
             draft_pages=pages if subject.has_draft_model else NO_WRITES,
             stopping=_never_stopping(batch) if batch.is_looked_at else None,
-            exits=ExitRule((ExitPoint.by_rank(batch.exit_layer, 1),), is_trial=True) if batch.exit_layer else None,
+            exits=batch.exits,
         )
 
     def _pages(self, batch: Batch) -> PageWrites:
@@ -408,7 +409,8 @@ class _Rounds:
         samples.add(self._run(self._decoding, DECODED, least=LEAST_DECODED))
         for number, batches in enumerate(self._mixed, 1):
             samples.add(self._run(batches, DECODED + (MIXED - DECODED) * number / len(self._mixed), least=1))
-        return replace(samples.profile(about), stop_seconds=self._stop_seconds(), exit_check=self._exit_check())
+        looks, (check, candidates) = self._stop_seconds(), self._exit_check()
+        return replace(samples.profile(about), stop_seconds=looks, exit_check=check, exit_candidates=candidates)
 
     def errors(self, cost: ProfiledCost) -> dict[str, float]:
         """Of the held-out batches: the mean and the worst share by which predictions are wrong. Frees the slots."""
@@ -433,20 +435,29 @@ class _Rounds:
         unseen, seen = (self._steps.run(replace(plain, is_looked_at=looked), max(TURNS)) for looked in (False, True))
         return max(0.0, float(seen.steps.min() - unseen.steps.min())) / (MORE - SOME)
 
-    def _exit_check(self) -> Curve | None:
-        """Of an early exit's look at drafts, by their number: what a verification takes longer that has one."""
+    def _exit_check(self) -> tuple[Curve | None, int]:
+        """Of an early exit's look at drafts, by their number: what a verification takes longer that has one.
+
+        And with how many candidates that is cheapest.
+        """
         subject = self._subject
         if not subject.exit_layer or subject.longest < MORE:
-            return None
-        seconds: dict[int, float] = {}
+            return None, 0
+        seconds: dict[int, list[float]] = {}  # by drafts: with each number of candidates
         for size in EXIT_REQUESTS:
             plain = _alike(size, MORE, subject.contexts(size)[0])
             if size > subject.limits.max_running or not subject.has_room_for(plain) or self._spent() >= ALL:
                 break
-            looked = replace(plain, exit_layer=subject.exit_layer)
-            without, with_it = (self._steps.run(batch, max(TURNS)).verify for batch in (plain, looked))
-            seconds[size * MORE] = max(with_it - without, max(seconds.values(), default=0.0))
-        return Curve(tuple(seconds), tuple(seconds.values()), (0.0,) * len(seconds)) if seconds else None
+            points = [ExitPoint.by_rank(subject.exit_layer, 1, each) for each in subject.exit_candidates]
+            looked = [replace(plain, exits=ExitRule((point,), is_trial=True)) for point in points]
+            without, *with_it = (self._steps.run(batch, max(TURNS)).verify for batch in (plain, *looked))
+            seconds[size * MORE] = [each - without for each in with_it]
+        if not seconds:
+            return None, 0
+        table = np.maximum.accumulate(np.maximum(list(seconds.values()), 0.0), axis=0)
+        best = int(table[-1].argmin())
+        check = Curve(tuple(seconds), tuple(table[:, best].tolist()), (0.0,) * len(seconds))
+        return check, subject.exit_candidates[best]
 
     def _warm_up(self) -> None:
         """Clocks rise, and whatever is only made once is made."""

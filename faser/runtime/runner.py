@@ -46,8 +46,19 @@ class ModelRunner:
     def logits(self, hidden: torch.Tensor, wanted: IntArray) -> torch.Tensor:
         """[len(wanted), vocabulary] of the wanted rows of hidden, out of whatever layer."""
         started = perf_counter()
-        if wanted.size < hidden.shape[0]:
-            hidden = hidden[torch.from_numpy(wanted)]
-        logits = self.model.logits(hidden)
+        logits = self.model.logits(_some(hidden, wanted))
         self._seconds += perf_counter() - started
         return logits
+
+    def shortlist_logits(
+        self, hidden: torch.Tensor, wanted: IntArray, candidates: int, token_ids: IntArray
+    ) -> torch.Tensor:
+        """Likewise of the first so many tokens, and behind them of each row's own: [len(wanted), candidates + 1]."""
+        started = perf_counter()
+        logits = self.model.shortlist_logits(_some(hidden, wanted), candidates, torch.from_numpy(token_ids))
+        self._seconds += perf_counter() - started
+        return logits
+
+
+def _some(hidden: torch.Tensor, wanted: IntArray) -> torch.Tensor:
+    return hidden[torch.from_numpy(wanted)] if wanted.size < hidden.shape[0] else hidden

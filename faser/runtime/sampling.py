@@ -252,23 +252,29 @@ class Sampler:
         return found
 
     def standing(
-        self, logits: torch.Tensor, slots: IntArray, positions: IntArray, token_ids: IntArray
+        self, logits: torch.Tensor, slots: IntArray, positions: IntArray, token_ids: IntArray, shortlist: int = 0
     ) -> tuple[IntArray, NDArray[np.float64]]:
         """How many candidates each row's token has above it, and how far the best is above: [N] each.
 
-        With the noise of rows that draw, as `sample` has it; bias, penalties and filters do not count.
+        With the noise of rows that draw, as `sample` has it; bias, penalties and filters do not count. With a shortlist
+        the logits are those of its tokens, and in the last column those of token_ids.
         """
         rank, margin = np.empty(len(slots), np.int64), np.empty(len(slots), np.float64)
         scores: Float32Array = logits.float().cpu().numpy()
         draws = self._kind[slots] != _Kind.GREEDY
+        num_candidates = shortlist or scores.shape[1]
+        where = np.where(token_ids < num_candidates, token_ids, -1)  # [N] column of each row's token
         for rows in _blocks(len(slots), scores.shape[1]):
             some = scores[rows]
             if draws[rows].any():
                 some = np.where(draws[rows, None], self._scale(some, slots[rows]), some)
-                some += draws[rows, None] * gumbel(self._seeds[slots[rows]], positions[rows], some.shape[1])
-            own = np.take_along_axis(some, token_ids[rows, None], axis=1)
-            rank[rows], margin[rows] = (some > own).sum(axis=1), some.max(axis=1) - own[:, 0]
-        return rank, np.nan_to_num(margin, nan=0.0, posinf=0.0)
+                which = self._seeds[slots[rows]], positions[rows]
+                some[:, :num_candidates] += draws[rows, None] * gumbel(*which, num_candidates)
+                if shortlist:
+                    some[:, -1] += draws[rows] * gumbel_of(*which, np.arange(len(some)), token_ids[rows])
+            own, others = some[np.arange(len(some)), where[rows], None], some[:, :num_candidates]
+            rank[rows], margin[rows] = (others > own).sum(axis=1), (others.max(axis=1, keepdims=True) - own)[:, 0]
+        return rank, np.maximum(np.nan_to_num(margin, nan=0.0, posinf=0.0), 0.0)
 
     def logprobs(self, logits: torch.Tensor, slots: IntArray, token_ids: IntArray) -> list[TokenLogprobs | None]:
         """The model's own log-probabilities, from raw logits [N, V], for the rows whose request asked; else None.

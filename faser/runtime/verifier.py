@@ -52,7 +52,7 @@ class Verifier:
         if plan.exits is not None and num_drafted.any():
             if confidence is None:
                 confidence = np.full((num_drafted.size, int(num_drafted.max())), np.nan)
-            exiting = Exiting(plan.exits, num_drafted)
+            exiting = Exiting(plan.exits, num_drafted, int(plan.num_rows.sum()))
             rows, hidden = self._exit(plan, plan.exits, rows, hidden, exiting, confidence)
             num_drafted, exits, done = exiting.left, exiting.readings, plan.exits.layers[-1]
         hidden = runner.run(rows, hidden, done)
@@ -92,8 +92,12 @@ class Verifier:
             slots, positions = plan.slots[owner][seen], (plan.num_tokens[owner] + place)[seen]
             standing = np.zeros(slots.size, dtype=np.int64), np.zeros(slots.size)
             if point.layer:
-                logits = self._runner.logits(hidden, exiting.rows_before(rows.counts))
-                standing = self._sampler.standing(logits, slots, positions, self._history[slots, positions])
+                before, drafted = exiting.rows_before(rows.counts), self._history[slots, positions]
+                if point.candidates:
+                    logits = self._runner.shortlist_logits(hidden, before, point.candidates, drafted)
+                else:
+                    logits = self._runner.logits(hidden, before)
+                standing = self._sampler.standing(logits, slots, positions, drafted, point.candidates)
             exiting.take(*standing, confidence[owner, place][seen])
             counts = plan.num_rows + exiting.left
             if (counts < rows.counts).any():

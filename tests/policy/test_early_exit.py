@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from faser.errors import ConfigError
-from faser.policy.early_exit import LEAST_JUDGED, EarlyExit, ExitPoint, ExitRule, features_of, kept_by, make_point
+from faser.policy.early_exit import (
+    LEAST_JUDGED,
+    EarlyExit,
+    Exiting,
+    ExitPoint,
+    ExitRule,
+    features_of,
+    kept_by,
+    make_point,
+)
 from faser.profile import Curve, Profile, ProfiledCost
 from faser.runtime.profiler import Batch, _Steps
 from faser.types import ExitReadings, StepResult
@@ -49,6 +58,36 @@ def test_drafts_go_from_the_first_on_that_has_k_better_candidates():
     assert ExitPoint.by_rank(16, 4).drops(features).tolist() == [False, False, False, True, False, False]
     drops = ExitPoint.by_rank(16, 3).drops(features)
     assert kept_by(drops, owner, place, np.array([3, 2, 1, 0])).tolist() == [1, 0, 1, 0]
+
+
+def test_what_would_leave_the_forward_as_dear_stays():
+    point = ExitPoint(0, (0.0, 0.0, 0.0, 0.0, 1.0), 0.5)  # drops all but the first
+    none = np.zeros(6)
+    for sizes, left in (((4, 8), [1, 1]), ((6, 8), [1, 1]), ((3, 8), [3, 3]), ((), [1, 1])):  # 8 rows would become 4
+        exiting = Exiting(ExitRule((point,), row_sizes=sizes), np.array([3, 3]), 2)
+        exiting.take(none.astype(int), none, none + 0.5)
+        assert exiting.left.tolist() == left
+    assert ExitRule((point,), row_sizes=(4, 8)).saves(8, 4)
+    assert not ExitRule((point,), row_sizes=(4, 8)).saves(8, 5)
+    assert ExitRule((point,), row_sizes=(4, 8)).saves(10, 9), "beyond the sizes every row counts"
+    assert ExitRule((point,)).saves(8, 7)
+
+
+def test_a_point_that_was_not_looked_at_teaches_nothing():
+    plan = plan_of(32, 3)
+    exits = EarlyExit("on", LAYERS, trials=1)
+    for _ in range(12):
+        rule = exits.rule_for(plan)
+        assert rule is not None
+        exiting = Exiting(rule, plan.lengths, 32)
+        size = exiting.owner.size
+        exiting.take(np.zeros(size, int), np.zeros(size), RANDOM.random(size))
+        for _ in rule.points[1:]:
+            exiting.skip()
+        accepted = RANDOM.integers(0, 4, 32)
+        result = StepResult(plan.lengths, plan.lengths, accepted, np.zeros(0, int), exits=exiting.readings)
+        exits.learn(rule, plan, result)
+    assert [point.layer for point in exits.rules] == [0]
 
 
 def test_a_fitted_point_keeps_what_would_be_accepted_and_finds_what_would_not():

@@ -28,8 +28,8 @@ class CudaDevice:
     max_running = 256
     max_batch_tokens = 4096
     runs_ahead = True  # a step is planned while the one before it runs
-    can_exit = False
-    profiling = Profiling(14.0, ROW_BUCKETS, MIXED_BUCKETS, most_rows=1024, most_context=2**18, most_prompt_rows=4096)
+    exit_depths = (0.0, 0.5)  # of every further one there would be as many graphs again
+    profiling = Profiling(18.0, ROW_BUCKETS, MIXED_BUCKETS, most_rows=1024, most_context=2**18, most_prompt_rows=4096)
 
     def default_kv_memory(self) -> None:
         return None
@@ -80,7 +80,7 @@ class CudaDevice:
         for model in models:
             model.allocate_pages(num_pages)
         with progress_bar("capturing graphs") as update:
-            executor.prepare(parts.usual_length, update)
+            executor.prepare(parts.usual_length, update, parts.exit_layers)
         if ledger is not None:
             log.info("%s", ledger.graphs_are_made(num_pages * page_bytes, num_pages * parts.page_size))
         return executor, num_pages

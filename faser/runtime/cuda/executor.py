@@ -22,13 +22,13 @@ import torch
 from numpy.typing import NDArray
 
 from faser.errors import EngineError
-from faser.policy.early_exit import Exiting, ExitRule
+from faser.policy.early_exit import Exiting, candidates_of
 from faser.policy.stopping import Stopping
 from faser.progress import Update
 from faser.runtime.cuda.compile import compile_all
 from faser.runtime.cuda.filters import Filters, logprobs, unpack_logprobs
 from faser.runtime.cuda.memory import explained_shortage
-from faser.runtime.cuda.model import ROW_BUCKETS, CudaModel, Shape, first_draft, next_draft, verification
+from faser.runtime.cuda.model import PART_BUCKETS, ROW_BUCKETS, CudaModel, Shape, first_draft, next_draft, verification
 from faser.runtime.cuda.sampling import FIRST_TOKEN, Choices, Slots, inverse_temperature, judge, mixed_seed, sample
 from faser.runtime.cuda.transfer import send
 from faser.runtime.drafter import NgramDrafter
@@ -86,6 +86,7 @@ class CudaExecutor:
         self._packed = torch.zeros(max_requests, width, dtype=torch.int32, device=device)
         self._landings = deque(_Landing(max_requests, width, device) for _ in range(MAX_FLIGHTS))
         self._glance = _Glance(max_requests, device)
+        self._doubts = _Doubts(max_length, max_requests, device)
         self._standing = _Glance(target.standing.numel(), device)
         self._flights: deque[_Flight] = deque()
         self._runs_ahead = runs_ahead
@@ -94,8 +95,11 @@ class CudaExecutor:
         self._usual_rows = 1  # of a request that speculates: fewer take the same graphs, so that there are few of them
 
     @torch.inference_mode()
-    def prepare(self, length: int, update: Update = lambda done, total: None) -> None:
-        """Capture the graphs of steps that draft nothing and of those that draft up to `length` tokens."""
+    def prepare(self, length: int, update: Update = lambda done, total: None, exit_layers: Sequence[int] = ()) -> None:
+        """Capture the graphs of steps that draft nothing and of those that draft up to `length` tokens.
+
+        And of verifications of these that stop at one of the layers.
+        """
         max_requests = self._target.requests.slots.shape[0]
         sizes = [size for size in ROW_BUCKETS if size <= max_requests] or [ROW_BUCKETS[0]]
         wanted = [(self._target, verification(size, 1)) for size in sizes]
@@ -111,23 +115,52 @@ class CudaExecutor:
         # the largest first: their buffers serve the others
         ready = [(each, shape) for each, shape in reversed(wanted) if shape is not None and each.has_graph_of(shape)]
         choosing = [(model, size) for model in models for size in reversed(sizes)]
+        stopping = self._stopping_shapes(length) if exit_layers else []
         if not self._is_compiled:
-            compile_all(self._dry_runs(ready, choosing))
+            compile_all(self._dry_runs(ready, choosing, stopping, exit_layers))
             self._is_compiled = True
         captures = [partial(model.capture, shape) for model, shape in ready]
         captures += [partial(model.capture_choosing, size) for model, size in choosing]
+        for shape in stopping:
+            captures += [partial(self._target.capture_part, shape, *span) for span in self._spans(exit_layers)]
+            captures += [partial(self._target.capture_look, shape, each) for each in self._candidates]
         for done, capture in enumerate(captures):
             capture()
             update(done + 1, len(captures))
 
+    def _stopping_shapes(self, length: int) -> list[Shape]:
+        """Of verifications that may stop midway, the largest first."""
+        max_requests = self._target.requests.slots.shape[0]
+        most = min(max_requests * (length + 1), self._target.max_rows)
+        shapes = [self._target.part_shape(size, self._usual_rows) for size in PART_BUCKETS if 1 < size <= most]
+        return [shape for shape in reversed(shapes) if shape is not None]
+
+    def _spans(self, exit_layers: Sequence[int]) -> list[tuple[int, int]]:
+        """The parts of a verification that stops at one of the layers."""
+        last = self._target.model.num_layers
+        return [span for layer in exit_layers for span in ((0, layer), (layer, last))]
+
+    @property
+    def _candidates(self) -> tuple[int, ...]:
+        return candidates_of(self._target.model.config.vocab_size)
+
     def _dry_runs(
-        self, graphs: Sequence[tuple[CudaModel, Shape]], choosing: Sequence[tuple[CudaModel, int]]
+        self,
+        graphs: Sequence[tuple[CudaModel, Shape]],
+        choosing: Sequence[tuple[CudaModel, int]],
+        stopping: Sequence[Shape],
+        exit_layers: Sequence[int],
     ) -> Iterator[Callable[[], None]]:
         """Everything that launches kernels, before anything has run."""
         for model, shape in graphs:
             yield partial(model.forward, shape)
         for model, size in choosing:
             yield partial(model.choose_wanted, size)
+        for shape in stopping:
+            for first, _ in self._spans(exit_layers):  # one layer has the kernels of all
+                yield partial(self._target.forward_part, shape, first, first + 1)
+            for candidates in self._candidates:
+                yield partial(self._target.look, shape, candidates)
         for model in [self._target] + ([self._draft] if self._draft is not None else []):
             for rows in PROMPT_ROWS:
                 num_rows = np.array([min(rows, model.max_rows)])
@@ -179,7 +212,13 @@ class CudaExecutor:
             self._draft_on(flight, drafting)
         flight.landing.marks.drafted()
         flight.num_verified = self._prune(flight.plan, flight.num_drafted)
-        yield from self._verify(flight)
+        exiting = None
+        if flight.plan.exits is not None and flight.num_verified.any():
+            exiting = Exiting(flight.plan.exits, flight.num_verified, int(flight.plan.num_rows.sum()))
+            if flight.plan.exits.looks_before:
+                yield
+                self._exit_before(flight, exiting)
+        yield from self._verify(flight, exiting)
         size = flight.plan.slots.size
         flight.landing.received[:size].copy_(self._packed[:size], non_blocking=True)
         flight.landing.marks.finished()
@@ -268,8 +307,13 @@ class CudaExecutor:
             drafting = _Drafting(plan, plan.stopping, order, self._glance)
             drafting.look(draft.choices.confidence)
             return drafting
+        is_doubted = plan.exits is not None and plan.exits.looks_before
+        if is_doubted:
+            self._doubts.begin(order[lengths > 0], draft.choices.confidence)
         for done in range(1, int(lengths.max())):
             draft.launch(next_draft(int((lengths > done).sum()) if self.ragged else order.size))
+            if is_doubted:
+                self._doubts.note(order[lengths > done], draft.choices.confidence)
         return None
 
     def _look_up(self, ngrams: NgramDrafter, plan: StepPlan) -> IntArray:
@@ -294,17 +338,14 @@ class CudaExecutor:
 
     # ── verification ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _verify(self, flight: _Flight) -> Iterator[None]:
+    def _verify(self, flight: _Flight, exiting: Exiting | None) -> Iterator[None]:
         plan, target, num_drafted = flight.plan, self._target, flight.num_verified
         self._set_target_requests(plan, num_drafted)
-        num_rows = plan.num_rows + num_drafted
-        shape = self._verification(plan, num_drafted)
-        if plan.exits is not None and shape is not None and shape.num_rows <= target.standing.shape[1]:
-            shape = yield from self._exit(flight, plan.exits, shape)
-            judged = np.where(plan.samples, flight.num_verified + 1, 0)
-        else:
-            judged = np.where(plan.samples, num_drafted + 1, 0)
-            shape = _launch(target, shape, num_rows, plan.start, int(judged.sum()))
+        shape = yield from self._exit(flight, exiting)
+        judged = np.where(plan.samples, flight.num_verified + 1, 0)
+        if shape is None:
+            shape = self._verification(plan, num_drafted)
+            shape = _launch(target, shape, plan.num_rows + num_drafted, plan.start, int(judged.sum()))
         flight.told = self._refine(plan, judged, shape)
         requests = target.requests_of(shape)
         judge(
@@ -319,35 +360,61 @@ class CudaExecutor:
 
     def _verification(self, plan: StepPlan, num_drafted: IntArray) -> Shape | None:
         """The graph of a step in which all requests decode."""
-        num_rows = plan.num_rows + num_drafted
-        if not plan.samples.all() or (plan.num_rows > 1).any():
+        if not _decode_all(plan):
             return None
+        num_rows = plan.num_rows + num_drafted
         most = int(num_rows.max())
         shape = verification(int(num_rows.sum()), most if most == 1 else max(most, self._usual_rows))
         return shape if shape is not None and self._target.has_graph_of(shape) else None
 
-    def _exit(self, flight: _Flight, rule: ExitRule, shape: Shape) -> Generator[None, None, Shape]:
-        """The verification in parts, with fewer drafts after each; the shape of the last."""
+    def _exit_before(self, flight: _Flight, exiting: Exiting) -> None:
+        """Drop drafts by what the draft model thought of them."""
+        doubts = flight.confidence
+        if doubts is None:
+            doubts = self._doubts.take(flight.num_drafted) if self._draft is not None else None
+        sure = doubts[exiting.owner, exiting.place] if doubts is not None else np.full(exiting.owner.size, np.nan)
+        none = np.zeros(exiting.owner.size)
+        exiting.take(none.astype(np.int64), none, sure)
+        flight.num_verified = exiting.left
+
+    def _exit(self, flight: _Flight, exiting: Exiting | None) -> Generator[None, None, Shape | None]:
+        """The verification in parts, with fewer drafts after each; the shape of the last. None: it is not cut.
+
+        A step with prompts is not, nor is one that has more rows than there are graphs for.
+        """
         plan, target, done = flight.plan, self._target, 0
-        exiting = Exiting(rule, flight.num_verified)
-        for point in rule.points:
+        if exiting is None or plan.exits is None:
+            return None
+        shape = self._part_shape(plan, exiting.left)
+        for point in plan.exits.points:
+            if not point.layer:
+                continue
+            if shape is None or not exiting.left.any():
+                exiting.skip()
+                continue
             where = exiting.rows_before(exiting.left + 1)
-            rank, best, own, sure = np.zeros((4, where.size))
-            if point.layer:
-                target.launch_part(shape, done, point.layer)
-                done = point.layer
-                self._standing.request(target.standing.view(-1))
-                yield
-                standing = self._standing.take(target.standing.numel()).reshape(target.standing.shape)
-                rank, best, own, sure = standing[:, where].astype(np.float64)
-            else:  # what the draft thought of them would cost a look of its own
-                sure[:] = np.nan
+            target.launch_part(shape, done, point.layer)
+            target.launch_look(shape, point.candidates)
+            done = point.layer
+            self._standing.request(target.standing.view(-1))
+            yield
+            standing = self._standing.take(target.standing.numel()).reshape(target.standing.shape)
+            rank, best, own, sure = standing[:, where].astype(np.float64)
             exiting.take(rank.astype(np.int64), best - own, sure)
             target.set_drafted(exiting.left)
-            shape = self._verification(plan, exiting.left) or shape
-        target.launch_part(shape, done, target.model.num_layers)
+            shape = self._part_shape(plan, exiting.left)
         flight.num_verified, flight.exits = exiting.left, exiting.readings
+        if not done:
+            return None
+        assert shape is not None
+        target.launch_part(shape, done, target.model.num_layers)
         return shape
+
+    def _part_shape(self, plan: StepPlan, num_drafted: IntArray) -> Shape | None:
+        if not _decode_all(plan):
+            return None
+        num_rows = plan.num_rows + num_drafted
+        return self._target.part_shape(int(num_rows.sum()), max(int(num_rows.max()), self._usual_rows))
 
     def _refine(self, plan: StepPlan, judged: IntArray, shape: Shape) -> _Told:
         """The tokens of requests that need more than a temperature, in place of those the forward chose."""
@@ -498,6 +565,11 @@ def _launch(model: CudaModel, shape: Shape | None, num_rows: IntArray, start: In
     return shape
 
 
+def _decode_all(plan: StepPlan) -> bool:
+    """Whether nobody has a prompt to compute."""
+    return bool(plan.samples.all()) and not (plan.num_rows > 1).any()
+
+
 class _Marks:
     """When drafting and verification ended on the device. Off a GPU nothing is measured, and nothing waited for."""
 
@@ -558,6 +630,37 @@ class _Glance:
             self._event.synchronize()
         values: NDArray[np.float32] = self._values[:size]
         return values
+
+
+class _Doubts:
+    """How sure the draft model is of every token of a step's drafts, for the host to see when they are made."""
+
+    def __init__(self, max_length: int, max_requests: int, device: torch.device) -> None:
+        memory = torch.zeros(max(1, max_length), max_requests, dtype=torch.float32)
+        self._memory = memory.pin_memory() if device.type == "cuda" else memory
+        make: Any = torch.cuda.Event
+        self._event = make() if device.type == "cuda" else None
+        self._requests: list[IntArray] = []  # by index in the plan, of each token
+
+    def begin(self, requests: IntArray, confidence: torch.Tensor) -> None:
+        """The first token of these requests has been launched."""
+        self._requests.clear()
+        self.note(requests, confidence)
+
+    def note(self, requests: IntArray, confidence: torch.Tensor) -> None:
+        self._memory[len(self._requests), : requests.size].copy_(confidence[: requests.size], non_blocking=True)
+        self._requests.append(requests)
+        if self._event is not None:
+            self._event.record()
+
+    def take(self, num_drafted: IntArray) -> FloatArray:
+        """[B, depth]; waits until they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        found = np.full((num_drafted.size, max(1, len(self._requests))), np.nan)
+        for done, requests in enumerate(self._requests):
+            found[requests, done] = self._memory[done, : requests.size].numpy()
+        return found
 
 
 class _Drafting:

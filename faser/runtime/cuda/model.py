@@ -36,6 +36,8 @@ ROWS_PER_REQUEST = (1, 2, 4, 8, 16)
 # Likewise of steps that have prompts, or a draft that catches up. Beyond them a GPU takes longer than the host, which
 # then launches kernel by kernel: 13 ms for the 32 layers of an 8B.
 MIXED_BUCKETS = (8, 16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, *range(512, 2049, 128))
+# Likewise of verifications that may stop midway.
+PART_BUCKETS = ROW_BUCKETS + tuple(size for size in MIXED_BUCKETS if size > ROW_BUCKETS[-1])
 FEW_ROWS = 8  # of requests that decode beside prompts: they are attended apart, in tiles of their size
 
 
@@ -67,6 +69,12 @@ class Shape:
 def verification(num_rows: int, rows_per_request: int) -> Shape | None:
     """The graph for requests whose rows are all sampled from; None if none has as many."""
     rows, each = _least(ROW_BUCKETS, num_rows), _least(ROWS_PER_REQUEST, rows_per_request)
+    return Shape(rows, rows, each, rows) if rows is not None and each is not None else None
+
+
+def part(num_rows: int, rows_per_request: int) -> Shape | None:
+    """Likewise for verifications that may stop midway."""
+    rows, each = _least(PART_BUCKETS, num_rows), _least(ROWS_PER_REQUEST, rows_per_request)
     return Shape(rows, rows, each, rows) if rows is not None and each is not None else None
 
 
@@ -151,9 +159,10 @@ class CudaModel:
         self._splits = attention.Memory(device)
         self._graphs: dict[Shape, Callable[[], None]] = {}
         self._parts: dict[tuple[Shape, int, int], Callable[[], None]] = {}  # graphs of some layers
+        self._looks: dict[tuple[Shape, int], Callable[[], None]] = {}  # and of the look behind them, by candidates
         self._index = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._cu_before = torch.zeros(max_requests + 1, dtype=torch.int32, device=device)
-        self.standing = torch.zeros(4, min(max_rows, HEAD_ROWS), dtype=torch.float32, device=device)
+        self.standing = torch.zeros(4, min(max_rows, PART_BUCKETS[-1]), dtype=torch.float32, device=device)
         self._choosing: dict[int, Callable[[], None]] = {}  # graphs of the head and the sampling, by wanted rows
         self._wide, self._narrow = _TileMemory(max_rows, device), _TileMemory(max_requests, device)
         self.pages = torch.zeros(0, dtype=dtype, device=device)
@@ -238,13 +247,31 @@ class CudaModel:
     def launch_part(self, shape: Shape, first: int, last: int) -> None:
         """Replay the graph of layers first to last - 1 of a verification; capture it first if need be.
 
-        The first part lays the rows out. A later one takes over those that are left: `set_requests` has been told of
-        fewer drafts since. Behind the last layer tokens are chosen; behind another, `standing` says how drafts stand.
+        The first part lays the rows out. A later one comes behind a look, and takes over the rows that are left:
+        `set_drafted` has been told of fewer drafts since. Behind the last layer tokens are chosen.
         """
-        key = shape, first, last
-        if key not in self._parts:
-            self._parts[key] = self._capture_idle(lambda: self._forward_part(shape, first, last))
-        self._parts[key]()
+        self.capture_part(shape, first, last)
+        self._parts[shape, first, last]()
+
+    def capture_part(self, shape: Shape, first: int, last: int) -> None:
+        if (shape, first, last) not in self._parts:
+            self._parts[shape, first, last] = self._capture_idle(lambda: self.forward_part(shape, first, last))
+
+    def launch_look(self, shape: Shape, candidates: int) -> None:
+        """Behind a part: how its drafts stand among the first so many tokens (0: all), into `standing`."""
+        self.capture_look(shape, candidates)
+        self._looks[shape, candidates]()
+
+    def capture_look(self, shape: Shape, candidates: int) -> None:
+        if (shape, candidates) not in self._looks:
+            self._looks[shape, candidates] = self._capture_idle(lambda: self.look(shape, candidates))
+
+    def part_shape(self, num_rows: int, rows_per_request: int) -> Shape | None:
+        """The graphs of a verification of so many rows that may stop midway; None if none has as many."""
+        shape = part(num_rows, rows_per_request)
+        if shape is None or shape.num_rows > self.standing.shape[1] or not self.has_graph_of(shape):
+            return None
+        return shape
 
     def launch_mixed(self, num_rows: IntArray, start: IntArray, num_wanted: int) -> Shape | None:
         """Replay the graphs for so many rows a request, `num_wanted` of all sampled from; None if there are none."""
@@ -296,7 +323,7 @@ class CudaModel:
         if shape.num_wanted:
             self._choose(shape, rows, hidden)
 
-    def _forward_part(self, shape: Shape, first: int, last: int) -> None:
+    def forward_part(self, shape: Shape, first: int, last: int) -> None:
         requests, rows = self.requests_of(shape), self._rows_of(shape)
         hidden, size = self._hidden[: shape.num_rows], shape.num_requests
         if not first:
@@ -312,14 +339,23 @@ class CudaModel:
         self._run_layers(shape.num_rows, rows, [attending], range(first, last))
         if last == self.model.num_layers:
             self._choose(shape, rows, hidden)
-            return
-        logits, model = self._logits[: shape.num_rows], self.model
-        linear.norm_head(
-            hidden, model.final_norm, model.config.norm_eps, model.head, logits, self._normed[: shape.num_rows]
-        )
-        stand(logits, rows.slots, rows.positions, rows.token_ids, rows.num_rows, self._slots, self.standing)
+
+    def look(self, shape: Shape, candidates: int) -> None:
+        """The head on the rows of a part, and what it says of their drafts. The next part takes them from `_normed`."""
+        rows, model = self._rows_of(shape), self.model
+        hidden, norm, eps = self._hidden[: shape.num_rows], model.final_norm, model.config.norm_eps
+        head = model.head[: candidates or None]
+        memory = self._logits.view(-1)
+        for first in range(0, shape.num_rows, HEAD_ROWS):
+            some = hidden[first : first + HEAD_ROWS]
+            logits = memory[: some.shape[0] * head.shape[0]].view(-1, head.shape[0])
+            linear.norm_head(some, norm, eps, head, logits, self._normed[: some.shape[0]])
+            stand(
+                logits, first, rows.slots, rows.positions, rows.token_ids, rows.num_rows, self._slots, self.standing,
+                hidden, norm, eps, model.head,
+            )  # fmt: skip
         self._normed[: shape.num_rows].copy_(hidden)
-        self._cu_before[: size + 1].copy_(rows.cu_rows)
+        self._cu_before[: shape.num_requests + 1].copy_(rows.cu_rows)
 
     def logits_of(self, shape: Shape, indices: Tensor) -> Tensor:
         """Logits [len(indices), V] of some of the wanted rows of the latest forward, computed once more."""

@@ -384,27 +384,34 @@ def _sample_kernel(
 
 def stand(
     logits: torch.Tensor,
+    first: int,
     row_slots: torch.Tensor,
     positions: torch.Tensor,
     token_ids: torch.Tensor,
     num_rows: torch.Tensor,
     slots: Slots,
     standing: torch.Tensor,
+    hidden: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    head: torch.Tensor,
 ) -> None:
-    """How the draft behind each row stands among all candidates, into standing, float32 [4, R].
+    """How the draft behind each row stands among the candidates, into standing, float32 [4, R].
 
     The draft of a row is the token of the next one, where that is the same request's. Rows of it: how many candidates
     score above it, with the row's noise where it draws; the score of the best; its own; how sure the draft model was.
-    What no draft follows is left as it was. logits [R, V] of all rows, whatever layer they come from; the others int32,
-    [R] and [1].
+    What no draft follows is left as it was. logits [n, C] are those of rows first to first + n - 1 and of the first C
+    tokens, out of whatever layer; a draft that is not among these has its own made of the row's hidden state [R, H],
+    the norm [H] and the head [V, H]. The others are int32, [R] and [1].
     """
     num_bucket_rows, num_columns = logits.shape
-    standing[0].zero_()
-    standing[1].fill_(-math.inf)
+    standing[0, first : first + num_bucket_rows].zero_()
+    standing[1, first : first + num_bucket_rows].fill_(-math.inf)
     num_blocks = -(-num_columns // (TILE * MOST_TILES_PER_BLOCK))
     _stand_kernel[(num_bucket_rows, num_blocks)](
-        logits, row_slots, positions, token_ids, num_rows, slots.seeds, slots.inverse_temperatures, slots.sure,
-        standing, logits.stride(0), standing.stride(0), num_columns,
+        logits, first, row_slots, positions, token_ids, num_rows, slots.seeds, slots.inverse_temperatures, slots.sure,
+        standing, hidden, norm, head, eps, logits.stride(0), standing.stride(0), hidden.stride(0), head.stride(0),
+        num_columns, head.shape[1],
         tile_width=TILE, tiles_per_block=MOST_TILES_PER_BLOCK, recent=RECENT, num_warps=4,
     )  # fmt: skip
 
@@ -417,13 +424,28 @@ def _scores(x, token, inverse_temperature, key0, key1):
     return x
 
 
-@triton.jit(do_not_specialize=["num_rows", "standing_stride"])
+@triton.jit
+def _logit(hidden, norm, head, eps, width, block: tl.constexpr):
+    """Of one row and one token: rms_norm(hidden) @ head."""
+    square, product = tl.zeros([block], tl.float32), tl.zeros([block], tl.float32)
+    for begin in range(0, width, block):
+        column = begin + tl.arange(0, block)
+        inside = column < width
+        x = tl.load(hidden + column, mask=inside, other=0).to(tl.float32)
+        weight = tl.load(norm + column, mask=inside, other=0).to(tl.float32)
+        square += x * x
+        product += x * weight * tl.load(head + column, mask=inside, other=0).to(tl.float32)
+    return tl.sum(product, axis=0) / tl.sqrt(tl.sum(square, axis=0) / width + eps)
+
+
+@triton.jit(do_not_specialize=["first", "num_rows", "standing_stride"])
 def _stand_kernel(
-    logits, row_slots, positions, token_ids, num_rows, seeds, inverse_temperatures, sure,
-    standing, logits_stride, standing_stride, num_columns,
+    logits, first, row_slots, positions, token_ids, num_rows, seeds, inverse_temperatures, sure,
+    standing, hidden, norm, head, eps, logits_stride, standing_stride, hidden_stride, head_stride,
+    num_columns, width,
     tile_width: tl.constexpr, tiles_per_block: tl.constexpr, recent: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
+    row = first + tl.program_id(0)
     if row + 1 >= tl.load(num_rows):
         return
     slot = tl.load(row_slots + row).to(tl.int64)
@@ -433,8 +455,15 @@ def _stand_kernel(
     inverse_temperature = tl.load(inverse_temperatures + slot)
     position = tl.load(positions + row) + 1
     key0, key1 = _noise_keys(tl.load(seeds + slot), position)
-    logits += row.to(tl.int64) * logits_stride
-    own = _scores(tl.load(logits + drafted).to(tl.float32), drafted, inverse_temperature, key0, key1)
+    logits += tl.program_id(0).to(tl.int64) * logits_stride
+    if drafted < num_columns:
+        logit = tl.load(logits + drafted).to(tl.float32)
+    else:
+        logit = _logit(
+            hidden + row.to(tl.int64) * hidden_stride, norm, head + drafted.to(tl.int64) * head_stride, eps, width,
+            tile_width,
+        )  # fmt: skip
+    own = _scores(logit, drafted, inverse_temperature, key0, key1)
     above = 0.0
     best = own
     for index in range(tiles_per_block):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -225,6 +226,8 @@ EXITS = {
     "by place, before the first layer": ExitRule(
         (ExitPoint(0, (0.0, 0.0, 0.0, 0.0, 1.0), 0.5), ExitPoint.by_rank(1, 10))
     ),
+    "by confidence alone": ExitRule((ExitPoint(0, (0.0, 0.0, 0.0, -1.0, 0.3), 1.0),)),
+    "against a shortlist": ExitRule((ExitPoint(1, (0.0, 1.0, 0.0, 0.0, 1.0), 0.5, 24),)),
     "a trial": ExitRule((ExitPoint.by_rank(1, 1), ExitPoint.by_rank(2, 1)), is_trial=True),
 }
 
@@ -249,17 +252,19 @@ def test_drafts_that_leave_early_change_no_token(device, exits, ahead):
         assert sum(engine.exits.stats.pruned.values()) == stats.drafted - stats.verified
 
 
-def test_middle_layers_say_of_drafts_what_the_cpu_s_do(device):
-    """Rank, margin, confidence and place of every draft of a step, on both sides."""
+@pytest.mark.parametrize("candidates", [0, 24])
+def test_middle_layers_say_of_drafts_what_the_cpu_s_do(device, candidates):
+    """Rank, margin, confidence and place of every draft of a step, on both sides; before the first layer, too."""
     target = Transformer.random(replace(CONFIGS["llama3"], head_dim=16, num_layers=2), 0, std=0.3)
     draft = make_draft(target)
-    requests = [replace(r, params=replace(r.params, max_tokens=4)) for r in chosen(target, device)]
-    requests = [r for r in requests if r.id in ("greedy", "sampled")]
+    plain = [r for r in chosen(target, device) if r.id in ("greedy", "sampled")]
+    requests = [replace(r, params=replace(r.params, max_tokens=4)) for r in plain]
     told: list[list[ExitReadings]] = []
     options = {"max_running": 6, "max_batch_tokens": 64, "page_size": 4, "num_pages": 300}
     plain = build_engine(target, draft, EngineOptions(policy=Fixed(3), **options))
     for engine in (plain, make_engine(device, target, draft, Fixed(3))):
-        engine.exits = Told("on", 2, rule=ExitRule((ExitPoint.by_rank(1, 1),), is_trial=True))
+        points = ExitPoint.by_rank(0, 1), ExitPoint.by_rank(1, 1, candidates)
+        engine.exits = Told("on", 2, rule=ExitRule(points, is_trial=True))
         serve(engine, requests)
         told.append(engine.exits.told)
     assert len(told[0]) == len(told[1]) > 0
@@ -269,6 +274,22 @@ def test_middle_layers_say_of_drafts_what_the_cpu_s_do(device):
         torch.testing.assert_close(
             torch.from_numpy(mine.features), torch.from_numpy(theirs.features), atol=2e-3, rtol=1e-3
         )
+
+
+def test_beside_prompts_drafts_leave_before_the_first_layer_or_not_at_all(device):
+    target = Transformer.random(replace(CONFIGS["llama3"], head_dim=16, num_layers=2), 0, std=0.3)
+    requests = chosen(target, device)
+    expected = reference(target, requests)
+    engine = make_engine(device, target, make_draft(target), Fixed(3), max_batch_tokens=12)
+    by_place = ExitPoint(0, (0.0, 0.0, 0.0, 0.0, 1.0), 0.5)  # the first of each draft stays
+    engine.exits = told = Told("on", 2, rule=ExitRule((by_place, ExitPoint.by_rank(1, 1))))
+    outcome = serve(engine, requests, {r.id: 2 * i for i, r in enumerate(requests)})
+    assert outcome.tokens == expected.tokens
+    was_looked_at = [not np.isnan(each.features[1]).all() for each in told.told]
+    assert set(was_looked_at) == {True, False}
+    for readings, looked in zip(told.told, was_looked_at, strict=True):
+        assert (readings.kept[0] == np.minimum(1, np.bincount(readings.owner, minlength=readings.kept.shape[1]))).all()
+        assert looked or (readings.kept[1] == readings.kept[0]).all()
 
 
 class Told(EarlyExit):
