@@ -34,7 +34,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     engine = _add_engine_sizes(parser)
     engine.add_argument("--policy", help=f"{POLICIES}; default: faser with a draft, off without")
     engine.add_argument("--no-prefix-caching", action="store_true")
-    _add_early_exit(engine)
+    _add_mechanisms(engine)
     _add_profile_file(engine)
 
 
@@ -62,10 +62,14 @@ def _add_engine_sizes(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
     return engine
 
 
-def _add_early_exit(engine: argparse._ArgumentGroup) -> None:
+def _add_mechanisms(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument(
         "--early-exit", choices=("auto", "on", "off"), default="auto",
         help="drop drafts in the midst of a verification: where by the profile it pays (default), always, never",
+    )  # fmt: skip
+    engine.add_argument(
+        "--overlap", choices=("auto", "on", "off"), default="auto",
+        help="draft on while the drafts before are verified: auto (never, in this version), on (CPU only) or off",
     )  # fmt: skip
 
 
@@ -85,7 +89,7 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=float, metavar="S", help="seconds; default: 18 on a GPU, 6 on a CPU")
     engine = _add_engine_sizes(parser)
     engine.add_argument("--policy", help="whose lengths to prepare for; default: as for `faser serve`")
-    parser.set_defaults(profile=None, no_prefix_caching=False, early_exit="auto")
+    parser.set_defaults(profile=None, no_prefix_caching=False, early_exit="auto", overlap="auto")
 
 
 def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
@@ -102,6 +106,7 @@ def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
         "prefix_caching": not args.no_prefix_caching,
         "profile": args.profile,
         "early_exit": args.early_exit,
+        "overlap": args.overlap,
     }
 
 
@@ -228,7 +233,7 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--prefix-caching", dest="no_prefix_caching", action="store_false", help="default: off, so that runs are alike"
     )
-    _add_early_exit(engine)
+    _add_mechanisms(engine)
     engine.add_argument(
         "--acceptance", type=float, metavar="P",
         help="accept each drafted token with this probability, whatever it says: wrong text, real cost",

@@ -8,6 +8,7 @@ from faser.errors import ConfigError
 from faser.models import config as model_config
 from faser.policy import Policy, make_policy
 from faser.policy.early_exit import MODES as EARLY_EXIT
+from faser.policy.overlap import MODES as OVERLAP
 
 NGRAM = "ngram"
 DEFAULT_POLICY = "faser"  # with a draft
@@ -33,6 +34,7 @@ class EngineOptions:
     prefix_caching: bool = True
     acceptance: float | None = None  # accept each draft with this probability whatever it says: wrong text, real cost
     early_exit: str = "auto"  # drop drafts in the midst of a verification: where that pays, always, never
+    overlap: str = "auto"  # draft on while the drafts before are verified: likewise
     profile: str | None = None  # a file of what forwards cost, for policies that ask; None: one kept, or measured now
 
     def __post_init__(self) -> None:
@@ -53,6 +55,8 @@ class EngineOptions:
             raise ConfigError(f"device={self.device!r}: expected one of {', '.join(DEVICES)}")
         if self.early_exit not in EARLY_EXIT:
             raise ConfigError(f"early_exit={self.early_exit!r}: expected one of {', '.join(EARLY_EXIT)}")
+        if self.overlap not in OVERLAP:
+            raise ConfigError(f"overlap={self.overlap!r}: expected one of {', '.join(OVERLAP)}")
         if self.acceptance is not None and not 0 <= self.acceptance <= 1:
             raise ConfigError(f"acceptance={self.acceptance!r}: expected a probability, 0 to 1")
 

@@ -46,6 +46,6 @@ def _features(plan: StepPlan) -> FloatArray:
     longest = int(plan.lengths.max(initial=0))
     passes = max(longest, int(plan.draft_rows.any()))
     draft_rows = plan.draft_rows.sum() + np.maximum(plan.lengths - 1, 0).sum()
-    rows = (plan.num_rows + plan.lengths).sum()
+    rows = (plan.num_rows + plan.judged).sum()
     features: FloatArray = np.array([1, rows, passes, draft_rows, plan.num_tokens.sum()]) / _SCALE
     return features

@@ -156,11 +156,14 @@ class Engine:
         policy, samples = self.scheduler.policy, plan.samples
         if hasattr(policy, "learn") and samples.any():  # a Learner; isinstance would take 14 µs of every step
             prompt_rows = int(plan.num_rows.sum()) - int(samples.sum())
+            lengths, accepted = result.num_drafted, result.num_accepted
+            if result.hits is not None:  # the frontier was judged, and the first draft behind it
+                lengths, accepted = plan.frontier + (lengths > 0), accepted + result.hits
             policy.learn(
                 Outcome(
                     slots=plan.slots[samples],
-                    lengths=result.num_drafted[samples],
-                    accepted=result.num_accepted[samples],
+                    lengths=lengths[samples],
+                    accepted=accepted[samples],
                     lag=plan.draft_rows[samples],
                     num_prefill_rows=prompt_rows,
                     seconds=seconds,

@@ -189,7 +189,7 @@ def work_of(plan: StepPlan) -> Work:
     num_rows = int(plan.num_rows.sum())
     longest = int(plan.draft_rows.max(initial=0))
     return Work(
-        rows=num_decoding + int(plan.lengths.sum()),
+        rows=num_decoding + int(plan.judged.sum()),
         prompt_rows=num_rows - num_decoding,
         context=num_rows + int(plan.start.sum()),
         num_drafting=int(np.count_nonzero(plan.draft_rows)) if longest else 0,

@@ -12,6 +12,12 @@ under a millisecond. For a running request, with n = num_tokens:
 
 num_computed is at most n - 1: the last token's row is computed in the step that samples its successor.
 
+Where drafting overlaps with verification a request has drafts behind its n tokens that an earlier step made, its
+frontier of f; then
+
+    0 ── num_computed ── n ── n + f                        target: verifies the frontier
+    0 ── draft_computed ───── n + f ─── n + f + length     draft: goes on behind it
+
 The next step can be planned while one runs: `advance` counts on one token for each request that samples and on all of
 its drafts, `commit` fills in the tokens (num_known of them are) and takes back the drafts that were refused, from the
 step planned ahead too. A request that turns out to have ended is by then part of that step; what it brings for it is
@@ -31,6 +37,7 @@ from numpy.typing import NDArray
 from faser.errors import EngineError, InvalidRequest, RequestTooLong
 from faser.pages import NO_WRITES, PagePool, page_hash
 from faser.policy import MAX_LENGTH, BatchView, Policy
+from faser.policy.overlap import Overlap
 from faser.policy.stopping import Stopping
 from faser.profile import Cost
 from faser.types import (
@@ -40,6 +47,7 @@ from faser.types import (
     IntArray,
     Progress,
     Request,
+    Settling,
     Stats,
     StepPlan,
     StepResult,
@@ -105,9 +113,11 @@ class Scheduler:
         speculates: bool = False,
         prefix_caching: bool = True,
         cost: Cost | None = None,
+        overlap: Overlap | None = None,
     ) -> None:
         self.limits = limits
         self.policy = policy
+        self.overlap = overlap
         self.cost = cost  # what the policy may go by
         self.target_pages = target_pages
         self.draft_pages = draft_pages
@@ -135,7 +145,7 @@ class Scheduler:
         self._num_tokens, self._num_prompt, self._end = per_slot(), per_slot(), per_slot()
         self._num_known = per_slot()  # tokens that are here; less than num_tokens while a step is in flight
         self._unsettled: NDArray[np.bool_] = np.zeros(limits.max_running, dtype=np.bool_)  # drafts are counted on
-        self._num_computed, self._draft_computed = per_slot(), per_slot()
+        self._num_computed, self._draft_computed, self._frontier = per_slot(), per_slot(), per_slot()
         self._num_published, self._draft_published = per_slot(), per_slot()  # pages
         self._max_draft = per_slot()
         self._drafted, self._verified, self._accepted, self._steps = per_slot(), per_slot(), per_slot(), per_slot()
@@ -201,8 +211,9 @@ class Scheduler:
         """Count on what the one plan in flight will bring: a token for each that samples, and all drafts accepted."""
         (flight,) = self._flights
         plan = flight.settled
-        self._move(plan, np.where(plan.samples, plan.lengths + 1, 0), plan.lengths)
-        self._unsettled[plan.slots] = plan.lengths > 0
+        hits = (plan.lengths > 0) & plan.overlaps
+        self._move(plan, np.where(plan.samples, plan.judged + 1, 0), plan.lengths, hits)
+        self._unsettled[plan.slots] = (plan.judged > 0) | hits
         flight.advanced = True
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Progress]:
@@ -219,11 +230,11 @@ class Scheduler:
         slots, samples = plan.slots, plan.samples
         emitted = np.where(samples, result.num_accepted + 1, 0)
         self._append(slots, plan.num_tokens, emitted, result.token_ids)
-        drafts = bool(plan.lengths.any())
+        drafts = bool(plan.lengths.any() or plan.frontier.any())
         if not flight.advanced:
-            self._move(plan, emitted, result.num_drafted)
+            self._move(plan, emitted, result.num_drafted, result.hits)
         elif drafts:
-            self._take_back(slots, plan.lengths - result.num_accepted, result.short_of(plan.lengths))
+            self._take_back(plan, Settling.of(plan, result))
         if drafts:
             self._drafted[slots] += result.num_drafted
             self._verified[slots] += result.num_verified
@@ -243,31 +254,33 @@ class Scheduler:
         self._leave_limbo()
         return self.take_ended()
 
-    def _move(self, plan: StepPlan, emitted: IntArray, num_drafted: IntArray) -> None:
+    def _move(self, plan: StepPlan, emitted: IntArray, num_drafted: IntArray, hits: NDArray[np.bool_] | None) -> None:
         """Where the requests of a plan stand after it."""
         slots, num_tokens, samples = plan.slots, plan.num_tokens, plan.samples
         self._num_tokens[slots] = num_tokens + emitted
         self._num_computed[slots] = np.where(samples, num_tokens + emitted - 1, plan.start + plan.num_rows)
-        # The draft computed its own tokens but the last; those the target refused are void.
-        kept = num_tokens + np.minimum(num_drafted, emitted) - 1
-        self._draft_computed[slots] = np.where(num_drafted > 0, kept, plan.draft_start + plan.draft_rows)
+        # The draft computed its own tokens but the last; those the target refused, and what stands on them, are void.
+        computed = plan.draft_start + plan.draft_rows + np.maximum(num_drafted - 1, 0)
+        valid = np.where(samples, np.minimum(computed, num_tokens + emitted - 1), computed)
+        self._draft_computed[slots] = valid if hits is None else np.where(hits, computed, valid)
+        self._frontier[slots] = 0 if hits is None else np.where(hits, num_drafted - 1, 0)
 
-    def _take_back(self, slots: IntArray, refused: IntArray, short: NDArray[np.bool_]) -> None:
+    def _take_back(self, plan: StepPlan, settling: Settling) -> None:
         """Where requests stand that drafts were counted on for. Draft pages may have been taken from some meanwhile."""
-        self._num_tokens[slots] -= refused
-        self._num_computed[slots] -= refused
-        fewer = slots[refused > 0]
-        computed = self._num_tokens[fewer] - 1 - short[refused > 0]
+        self._num_tokens[plan.slots] -= settling.refused
+        self._num_computed[plan.slots] -= settling.refused
+        void = (settling.refused > 0) | (settling.missed & plan.overlaps)
+        fewer = plan.slots[void]
+        computed = self._num_tokens[fewer] - 1 - settling.short[void]
         self._draft_computed[fewer] = np.minimum(self._draft_computed[fewer], computed)
+        self._frontier[fewer] = 0
 
     def _settle(self, plan: StepPlan, result: StepResult) -> None:
         """Tell the plan in flight behind this one, if there is one, what this one's drafts came to."""
         self._unsettled[plan.slots] = False
-        for flight in self._flights if plan.lengths.any() else ():
-            refused, short = np.zeros_like(self._num_tokens), np.zeros_like(self._unsettled)
-            refused[plan.slots] = plan.lengths - result.num_accepted
-            short[plan.slots] = result.short_of(plan.lengths)
-            flight.settled = flight.plan.settle(refused[flight.plan.slots], short[flight.plan.slots])
+        for flight in self._flights if plan.lengths.any() or plan.frontier.any() else ():
+            settling = Settling.of(plan, result).spread(plan.slots, self.limits.max_running)
+            flight.settled = flight.plan.settle(settling[flight.plan.slots])
 
     def abandon(self, reason: FinishReason) -> list[Progress]:
         """End every open request, whatever state a failed step left it in."""
@@ -464,7 +477,7 @@ class Scheduler:
         self._end[slot] = len(request.prompt_token_ids) + request.params.max_tokens
         self._num_computed[slot] = num_computed
         self._num_published[slot] = num_computed // self.target_pages.page_size
-        self._draft_computed[slot] = self._draft_published[slot] = 0
+        self._draft_computed[slot] = self._draft_published[slot] = self._frontier[slot] = 0
         self._max_draft[slot] = (
             MAX_LENGTH if request.params.max_draft is None else min(request.params.max_draft, MAX_LENGTH)
         )
@@ -498,19 +511,22 @@ class Scheduler:
         lengths = np.zeros(slots.size, dtype=np.int64)
         draft_rows = np.zeros(slots.size, dtype=np.int64)
         stopping: Stopping | None = None
+        overlaps = False
         num_decoding = int(np.count_nonzero(decoding))
         if self._speculates and num_decoding:
             num_prefill_rows = min(int(pending.sum()), self.limits.max_batch_tokens) - num_decoding
-            lengths[decoding], draft_rows[decoding] = self._plan_drafts(slots[decoding], num_prefill_rows)
-            if hasattr(self.policy, "stopping") and lengths.any():  # it Stops; isinstance would take 14 µs
+            lengths[decoding], draft_rows[decoding], overlaps = self._plan_drafts(slots[decoding], num_prefill_rows)
+            # it Stops; isinstance would take 14 µs
+            if hasattr(self.policy, "stopping") and lengths.any() and not (overlaps or self._frontier[slots].any()):
                 stopping = self.policy.stopping()
         if stopping is not None:
             stopping = stopping.spread(decoding)
-        num_rows = self._share_rows(pending, decoding, lengths)
+        frontier = self._frontier[slots]
+        num_rows = self._share_rows(pending, decoding, frontier if overlaps else frontier + lengths)
         runs = num_rows > 0
         if not runs.all():
             slots, num_tokens, start, num_rows = slots[runs], num_tokens[runs], start[runs], num_rows[runs]
-            lengths, draft_rows = lengths[runs], draft_rows[runs]
+            lengths, draft_rows, frontier = lengths[runs], draft_rows[runs], frontier[runs]
             stopping = stopping.of(runs) if stopping is not None else None
         plan = StepPlan(
             admitted=tuple(self._admitted),
@@ -520,45 +536,67 @@ class Scheduler:
             start=start,
             num_rows=num_rows,
             lengths=lengths,
+            frontier=frontier,
             draft_start=self._draft_computed[slots],
             draft_rows=draft_rows,
             unsettled=self._unsettled[slots],
             target_pages=self.target_pages.take_writes(),
             draft_pages=self.draft_pages.take_writes() if self.draft_pages is not None else NO_WRITES,
             stopping=stopping,
+            overlaps=overlaps,
         )
         self._admitted, self._released = [], set()
         return plan
 
-    def _share_rows(self, pending: IntArray, decoding: NDArray[np.bool_], lengths: IntArray) -> IntArray:
+    def _share_rows(self, pending: IntArray, decoding: NDArray[np.bool_], judged: IntArray) -> IntArray:
         """Rows of each request: decoding ones their one, prefills what the budget leaves, oldest first."""
         if decoding.all():
             return pending
-        room = self.limits.max_batch_tokens - int(np.count_nonzero(decoding) + lengths.sum())
+        room = self.limits.max_batch_tokens - int(np.count_nonzero(decoding) + judged.sum())
         prefill = np.where(decoding, 0, pending)
         before = prefill.cumsum() - prefill
         rows: IntArray = decoding + np.minimum(np.maximum(room - before, 0), prefill)
         return rows
 
-    def _plan_drafts(self, slots: IntArray, num_prefill_rows: int) -> tuple[IntArray, IntArray]:
-        """Lengths for the decoding requests, and the rows the draft computes before it drafts."""
-        lengths = self._ask_policy(slots, num_prefill_rows)
+    def _plan_drafts(self, slots: IntArray, num_prefill_rows: int) -> tuple[IntArray, IntArray, bool]:
+        """Lengths for the decoding requests, the draft's rows before it drafts, and whether drafting overlaps."""
+        if self._frontier[slots].any():
+            self._fit_frontier(slots, num_prefill_rows)
+        frontier = self._frontier[slots]
+        view = self._view(slots, num_prefill_rows)
+        lengths = self._ask_policy(view)
+        overlaps = self.overlap is not None and self.overlap.overlaps(view, lengths)
+        if not overlaps:  # one step verifies the frontier and what is drafted now
+            lengths = np.clip(self._max_draft[slots] - frontier, 0, lengths)
         if not lengths.any():
-            return lengths, lengths
-        lengths = self._fit_rows(lengths, slots.size, num_prefill_rows)
-        lengths = self._fit_target_pages(slots, lengths)
+            return lengths, lengths, overlaps and bool(frontier.any())
+        # what is drafted beside the verification is verified in the next, when the frontier is gone
+        lengths = self._fit_rows(lengths, slots.size + (0 if overlaps else int(frontier.sum())), num_prefill_rows)
+        if not overlaps:
+            lengths = self._fit_target_pages(slots, lengths)
         if self.draft_pages is None:
-            return lengths, np.zeros(slots.size, dtype=np.int64)
-        return self._fit_draft(slots, lengths)
+            return lengths, np.zeros(slots.size, dtype=np.int64), overlaps
+        return *self._fit_draft(slots, lengths), overlaps
 
-    def _ask_policy(self, slots: IntArray, num_prefill_rows: int) -> IntArray:
-        num_tokens = self._num_tokens[slots]
+    def _fit_frontier(self, slots: IntArray, num_prefill_rows: int) -> None:
+        """Pages and rows for the drafts there are; without them these are given up, which costs no token."""
+        frontier = self._fit_rows(self._frontier[slots], slots.size, num_prefill_rows)
+        if not self.target_pages.reserve(slots, self._num_tokens[slots] + frontier):
+            frontier = np.zeros_like(frontier)
+        fewer = slots[frontier < self._frontier[slots]]
+        self._frontier[slots] = frontier
+        void = self._num_tokens[fewer] + self._frontier[fewer] - 1
+        self._draft_computed[fewer] = np.minimum(self._draft_computed[fewer], void)
+
+    def _view(self, slots: IntArray, num_prefill_rows: int) -> BatchView:
+        num_tokens, frontier = self._num_tokens[slots], self._frontier[slots]
         remaining = self._end[slots] - num_tokens
-        limit: IntArray = np.minimum(np.maximum(remaining - 1, 0), self._max_draft[slots])
+        limit: IntArray = np.minimum(np.maximum(remaining - 1 - frontier, 0), self._max_draft[slots])
         if self.limits.draft_max_len is not None:
-            limit = np.clip(self.limits.draft_max_len + 1 - num_tokens, 0, limit)
-        lag = num_tokens - self._draft_computed[slots] if self.draft_pages is not None else np.zeros_like(slots)
-        view = BatchView(
+            limit = np.clip(self.limits.draft_max_len + 1 - num_tokens - frontier, 0, limit)
+        ends = num_tokens + frontier
+        lag = ends - self._draft_computed[slots] if self.draft_pages is not None else np.zeros_like(slots)
+        return BatchView(
             slots=slots,
             num_tokens=num_tokens,
             lag=lag,
@@ -572,18 +610,20 @@ class Scheduler:
             num_waiting=self.num_waiting,
             cost=self.cost,
         )
+
+    def _ask_policy(self, view: BatchView) -> IntArray:
         lengths = np.asarray(self.policy.lengths(view))
-        if lengths.dtype.kind not in "iu" or lengths.shape != slots.shape or (lengths < 0).any():
+        if lengths.dtype.kind not in "iu" or lengths.shape != view.slots.shape or (lengths < 0).any():
             raise EngineError(
-                f"policy {self.policy.name!r} gave {lengths!r}; expected {slots.size} integers of at least 0"
+                f"policy {self.policy.name!r} gave {lengths!r}; expected {view.num_requests} integers of at least 0"
             )
-        capped: IntArray = np.minimum(lengths, limit)
+        capped: IntArray = np.minimum(lengths, view.limit)
         return capped
 
-    def _fit_rows(self, lengths: IntArray, num_decoding: int, num_prefill_rows: int) -> IntArray:
+    def _fit_rows(self, lengths: IntArray, num_others: int, num_prefill_rows: int) -> IntArray:
         """Cap lengths to the row budget. Speculation leaves prefills a quarter of it, so arrivals are never starved."""
         budget = self.limits.max_batch_tokens
-        room = max(0, budget - num_decoding - min(num_prefill_rows, max(1, budget // 4)))
+        room = max(0, budget - num_others - min(num_prefill_rows, max(1, budget // 4)))
         cap = int(lengths.max())
         while lengths.sum() > room:
             cap -= 1
@@ -592,7 +632,7 @@ class Scheduler:
 
     def _fit_target_pages(self, slots: IntArray, lengths: IntArray) -> IntArray:
         """Reserve room for the drafts; where pages are short nobody speculates, for that is better than to preempt."""
-        if self.target_pages.reserve(slots, self._num_tokens[slots] + lengths):
+        if self.target_pages.reserve(slots, self._num_tokens[slots] + self._frontier[slots] + lengths):
             return lengths
         return np.zeros_like(lengths)
 
@@ -600,12 +640,12 @@ class Scheduler:
         """Draft pages and catch-up rows. A request that cannot have its pages, or not catch up yet, drafts nothing."""
         assert self.draft_pages is not None
         self._match_drafts(slots[lengths > 0])
-        lag = self._num_tokens[slots] - self._draft_computed[slots]
+        lag = self._num_tokens[slots] + self._frontier[slots] - self._draft_computed[slots]
         rows = np.where(lengths > 0, lag, 0)
         rows = self._share_catch_up(rows)
         lengths = np.where(rows == lag, lengths, 0)
-        # Those that kept up come first, and each drafts: they never want more rows than there are.
-        assert (rows == lag)[self._unsettled[slots] & (rows > 0)].all()
+        # whose tokens are not settled computes all rows or none: which they are is only known later
+        rows = np.where(self._unsettled[slots] & (rows < lag), 0, rows)
         needed = np.where(rows > 0, self._draft_computed[slots] + rows + np.maximum(lengths - 1, 0), 0)
         if not self.draft_pages.reserve(slots, needed):
             self._reclaim_drafts(slots[rows == 0])
@@ -777,9 +817,8 @@ def _only(plan: StepPlan, result: StepResult, alive: NDArray[np.bool_]) -> tuple
     """Without the rows of requests that have ended."""
     emitted = np.where(plan.samples, result.num_accepted + 1, 0)
     number = np.cumsum(alive) - 1  # a row's index among the living
-    arrays = ("slots", "num_tokens", "start", "num_rows", "lengths", "draft_start", "draft_rows", "unsettled")
     return (
-        replace(plan, **{name: getattr(plan, name)[alive] for name in arrays}),
+        plan.of(alive),
         replace(
             result,
             num_drafted=result.num_drafted[alive],
@@ -789,5 +828,6 @@ def _only(plan: StepPlan, result: StepResult, alive: NDArray[np.bool_]) -> tuple
             logprobs={int(number[i]): value for i, value in result.logprobs.items() if alive[i]},
             failures={int(number[i]): value for i, value in result.failures.items() if alive[i]},
             confidence=None,
+            hits=None if result.hits is None else result.hits[alive],
         ),
     )

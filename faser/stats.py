@@ -32,6 +32,8 @@ class EngineStats:
     drafted: int = 0
     verified: int = 0
     accepted: int = 0
+    chunks: int = 0  # drafts of a request made while its frontier was verified
+    hits: int = 0  # and of these, those that held
     context_rows: int = 0  # rows of context the target computed, drafts not counted
     plan_seconds: float = 0.0
     draft_seconds: float = 0.0
@@ -66,10 +68,13 @@ class EngineStats:
         self.verify_seconds += result.seconds.verify
         self.step_seconds += ended - started
         self.predicted_seconds += predicted or 0.0
-        if result.num_drafted.any():
+        if result.num_drafted.any() or result.num_verified.any():
             self.drafted += int(result.num_drafted.sum())
             self.verified += int(result.num_verified.sum())
             self.accepted += int(result.num_accepted.sum())
+        if result.hits is not None:
+            self.chunks += int(np.count_nonzero(result.num_drafted))
+            self.hits += int(np.count_nonzero(result.hits))
         if result.num_verified.any():
             self.verified_per_position = _add_positions(self.verified_per_position, result.num_verified)
             self.accepted_per_position = _add_positions(self.accepted_per_position, result.num_accepted)

@@ -307,6 +307,11 @@ class StepPlan:
     context (`samples`), the drafted tokens behind them. The draft first computes draft_rows context tokens from
     draft_start on (1 or 2 in steady state, more to catch up), then drafts `lengths` tokens.
 
+    A request may have drafts of an earlier step behind its context, its `frontier`; new ones come behind them. A plan
+    that `overlaps` verifies the frontier alone, while the draft goes on as if all of it were accepted. The last row of
+    it says what the first new draft should have been: if it is, and the frontier was accepted, the others are the next
+    frontier (a hit); else they are void.
+
     A plan made while the step before it runs does not know how many drafts that will accept. Requests that drafted are
     `unsettled`: their numbers hold if all drafts are accepted, and `settle` says what they are if some are not.
     """
@@ -318,6 +323,7 @@ class StepPlan:
     start: IntArray
     num_rows: IntArray
     lengths: IntArray
+    frontier: IntArray
     draft_start: IntArray
     draft_rows: IntArray
     unsettled: NDArray[np.bool_]
@@ -325,30 +331,75 @@ class StepPlan:
     draft_pages: PageWrites
     stopping: Stopping | None = None  # drafts may end before `lengths`, by this rule
     exits: ExitRule | None = None  # drafts may be dropped in the midst of the verification, by this one
+    overlaps: bool = False
 
-    def settle(self, refused: IntArray, short: NDArray[np.bool_]) -> StepPlan:
-        """The plan as it stands when of the drafts [B] the step before was to make so many came to nothing.
-
-        `short`: it made fewer, and all were accepted, so that the draft has not computed the last of them.
-        """
-        refused = np.where(self.unsettled, refused, 0)
-        num_tokens = self.num_tokens - refused
-        draft_start = np.where(self.unsettled, np.minimum(self.draft_start, num_tokens - 1 - short), self.draft_start)
-        redone = self.unsettled & (self.draft_rows > 0)  # the draft always catches up with these
+    def settle(self, settling: Settling) -> StepPlan:
+        """The plan as it stands when it is known what came of the step before."""
+        unsettled = self.unsettled
+        num_tokens = self.num_tokens - np.where(unsettled, settling.refused, 0)
+        missed = unsettled & settling.missed
+        frontier = np.where(missed, 0, self.frontier)
+        # what the draft computed holds as far as its tokens do: to the end of a frontier that is left
+        held = np.where(self.frontier > 0, ~missed, False)
+        valid = np.where(held, self.draft_start, np.minimum(self.draft_start, num_tokens - 1 - settling.short))
+        draft_start = np.where(unsettled, valid, self.draft_start)
+        redone = unsettled & (self.draft_rows > 0)  # the draft always catches up with these
         return replace(
             self,
             num_tokens=num_tokens,
-            start=self.start - refused,
+            start=self.start - (self.num_tokens - num_tokens),
+            frontier=frontier,
             draft_start=draft_start,
-            draft_rows=np.where(redone, num_tokens - draft_start, self.draft_rows),
-            unsettled=np.zeros_like(self.unsettled),
+            draft_rows=np.where(redone, num_tokens + frontier - draft_start, self.draft_rows),
+            unsettled=np.zeros_like(unsettled),
         )
+
+    def of(self, some: NDArray[np.bool_]) -> StepPlan:
+        """The plan of these requests alone; rules to stop or to exit by are not theirs."""
+        names = (
+            "slots", "num_tokens", "start", "num_rows", "lengths", "frontier", "draft_start", "draft_rows", "unsettled",
+        )  # fmt: skip
+        return replace(self, **{name: getattr(self, name)[some] for name in names}, stopping=None, exits=None)
+
+    @cached_property
+    def judged(self) -> IntArray:
+        """[B] the drafts that the target verifies."""
+        return self.frontier if self.overlaps else self.frontier + self.lengths
 
     @cached_property
     def samples(self) -> NDArray[np.bool_]:
         """Which requests emit tokens: those whose rows reach the end of their context."""
         reached: NDArray[np.bool_] = self.start + self.num_rows == self.num_tokens
         return reached
+
+
+@dataclass(frozen=True)
+class Settling:
+    """What came of a step that another was planned behind, of the requests that were counted on. Arrays are [B]."""
+
+    refused: IntArray  # of the drafts it was to verify, those it did not accept
+    short: NDArray[np.bool_]  # it drafted fewer than planned, and accepted all: the draft has not computed the last
+    missed: NDArray[np.bool_]  # what it drafted behind those is void
+
+    @classmethod
+    def of(cls, plan: StepPlan, result: StepResult) -> Settling:
+        return cls(
+            plan.judged - result.num_accepted,
+            (result.num_drafted < plan.lengths)
+            & (result.num_accepted == plan.frontier + result.num_drafted)
+            & (not plan.overlaps),
+            np.zeros(plan.slots.size, dtype=np.bool_) if result.hits is None else ~result.hits,
+        )
+
+    def spread(self, slots: IntArray, num_slots: int) -> Settling:
+        """By slot, of the requests in these slots; nothing came of the others."""
+        none = np.zeros(num_slots, dtype=np.bool_)
+        found = Settling(none.astype(np.int64), none, none.copy())
+        found.refused[slots], found.short[slots], found.missed[slots] = self.refused, self.short, self.missed
+        return found
+
+    def __getitem__(self, some: IntArray | NDArray[np.bool_]) -> Settling:
+        return Settling(self.refused[some], self.short[some], self.missed[some])
 
 
 @dataclass(frozen=True)
@@ -387,8 +438,4 @@ class StepResult:
     seconds: StepSeconds = StepSeconds()
     confidence: FloatArray | None = None  # [B, depth] the draft's own, of what it drafted, where it was looked at
     exits: ExitReadings | None = None  # where the plan has a rule to exit by
-
-    def short_of(self, lengths: IntArray) -> NDArray[np.bool_]:
-        """[B] whose draft stopped before its length and was accepted as far as it went."""
-        short: NDArray[np.bool_] = (self.num_drafted < lengths) & (self.num_accepted == self.num_drafted)
-        return short
+    hits: NDArray[np.bool_] | None = None  # [B] whose new drafts hold, where the plan overlaps

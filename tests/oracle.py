@@ -9,14 +9,16 @@ sampling is, so the right output of every request is known.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 import numpy as np
 
 from faser.pages import PagePool
 from faser.policy import BatchView, Policy
+from faser.policy.overlap import Overlap
 from faser.policy.stopping import Stopping
 from faser.scheduler import Limits, Scheduler
-from faser.types import IntArray, PageWrites, Progress, Request, SamplingParams, StepPlan, StepResult
+from faser.types import IntArray, PageWrites, Progress, Request, SamplingParams, Settling, StepPlan, StepResult
 
 VOCABULARY = 5
 SEED = 7
@@ -86,29 +88,39 @@ class OracleExecutor:
         self.agreement = agreement
         self.random = np.random.default_rng(seed)
         self.num_draft_rows = 0
-        self.refused = np.zeros(limits.max_running, dtype=np.int64)  # drafts of the slot's latest step
-        self.short = np.zeros(limits.max_running, dtype=np.bool_)
+        none = np.zeros(limits.max_running, dtype=np.bool_)
+        self.settling = Settling(none.astype(np.int64), none, none.copy())  # of each slot's latest step
         self.stops = False  # whether drafts end where they like
 
     def execute(self, plan: StepPlan) -> StepResult:
         for new in plan.admitted:
             self.history[new.slot, : new.token_ids.size] = new.token_ids
             self.seeds[new.slot] = new.seed
-        plan = plan.settle(self.refused[plan.slots], self.short[plan.slots])
+        plan = plan.settle(self.settling[plan.slots])
         self.target.apply(plan.target_pages)
         assert plan.num_rows.min() > 0
         assert not (plan.lengths[~plan.samples]).any()
         num_drafted = np.array([self._draft(plan, i) for i in range(plan.slots.size)])
-        emitted = [self._verify(plan, i, int(num_drafted[i])) for i in range(plan.slots.size)]
+        judged = plan.frontier if plan.overlaps else plan.frontier + num_drafted
+        behind = self.history[plan.slots, np.minimum(plan.num_tokens + judged, self.history.shape[1] - 1)]
+        emitted = [self._verify(plan, i, int(judged[i])) for i in range(plan.slots.size)]
         accepted = np.array([max(0, len(tokens) - 1) for tokens in emitted])
         flat = np.array([token for tokens in emitted for token in tokens], dtype=np.int64)
-        result = StepResult(num_drafted, num_drafted, accepted, flat)
-        self.refused[plan.slots] = plan.lengths - accepted
-        self.short[plan.slots] = result.short_of(plan.lengths)
+        said = np.array([tokens[-1] if tokens else -1 for tokens in emitted])
+        hits = (num_drafted > 0) & (accepted == judged) & (said == behind) if plan.overlaps else None
+        result = StepResult(num_drafted, judged, accepted, flat, hits=hits)
+        came = Settling.of(plan, result)
+        for mine, theirs in zip(fields(self.settling), fields(came), strict=True):
+            getattr(self.settling, mine.name)[plan.slots] = getattr(came, theirs.name)
         return result
 
+    def agrees(self, position: int) -> bool:
+        """Whether the draft of that token is right."""
+        return bool(self.random.random() < self.agreement)
+
     def _draft(self, plan: StepPlan, i: int) -> int:
-        slot, num_tokens, length = int(plan.slots[i]), int(plan.num_tokens[i]), int(plan.lengths[i])
+        slot, length = int(plan.slots[i]), int(plan.lengths[i])
+        num_tokens = int(plan.num_tokens[i] + plan.frontier[i])
         if self.draft is not None:
             if i == 0:
                 self.draft.apply(plan.draft_pages)
@@ -117,12 +129,12 @@ class OracleExecutor:
             if rows:
                 self.draft.compute(slot, self.history[slot], int(plan.draft_start[i]), rows)
             assert not length or plan.draft_start[i] + rows == num_tokens, "drafts before it has caught up"
-        if self.stops and length:
+        if self.stops and length and not plan.overlaps:
             length = int(self.random.integers(1, length + 1))
         for position in range(num_tokens, num_tokens + length):
             right = next_token(hash_of(self.history[slot, :position]), int(self.seeds[slot]))
             wrong = (right + 1) % VOCABULARY
-            self.history[slot, position] = right if self.random.random() < self.agreement else wrong
+            self.history[slot, position] = right if self.agrees(position) else wrong
             if self.draft is not None and position < num_tokens + length - 1:
                 self.draft.compute(slot, self.history[slot], position, 1)
         return length
@@ -158,6 +170,16 @@ class RandomLengths:
 
     def lengths(self, view: BatchView) -> IntArray:
         return self.random.integers(0, self.most + 1, size=view.num_requests)
+
+
+class SometimesOverlap(Overlap):
+    """In one step drafting overlaps with verification, in the next it does not."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = np.random.default_rng(seed)
+
+    def overlaps(self, view: BatchView, lengths: IntArray) -> bool:
+        return bool(self.random.random() < 0.7)
 
 
 class RandomStops(RandomLengths):
@@ -203,6 +225,7 @@ class World:
         agreement: float = 0.6,
         caching: bool = True,
         draft_max_len: int | None = None,
+        overlap: Overlap | None = None,
     ) -> None:
         self.limits = Limits(max_running, max_batch_tokens, max_model_len, draft_max_len)
         self.target = PagePool(num_pages, page_size, max_running, max_model_len, caching)
@@ -212,7 +235,7 @@ class World:
             else None
         )
         self.scheduler = Scheduler(
-            self.limits, policy, self.target, self.draft, speculates=True, prefix_caching=caching
+            self.limits, policy, self.target, self.draft, speculates=True, prefix_caching=caching, overlap=overlap
         )
         self.executor = OracleExecutor(self.limits, self.target, self.draft, agreement)
         self.tokens: dict[str, list[int]] = {}

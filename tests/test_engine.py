@@ -17,7 +17,7 @@ from faser.engine import AsyncExecutor, Engine
 from faser.pages import page_hash
 from faser.policy import BatchView, Fixed
 from faser.types import FinishReason, IntArray, StepPlan, StepResult
-from tests.oracle import SEED, VOCABULARY, RandomLengths, World, expected_output, make_request
+from tests.oracle import SEED, VOCABULARY, RandomLengths, SometimesOverlap, World, expected_output, make_request
 
 
 class Ahead:
@@ -216,15 +216,16 @@ def workloads(draw):
 @settings(max_examples=150, deadline=None)
 @given(
     workload=workloads(), num_pages=st.integers(9, 40), num_draft_pages=st.integers(4, 30), seed=st.integers(0, 99),
-    caching=st.booleans(), max_batch_tokens=st.integers(4, 14), stops=st.booleans(),
+    caching=st.booleans(), max_batch_tokens=st.integers(4, 14), stops=st.booleans(), overlaps=st.booleans(),
 )  # fmt: skip
 def test_any_workload_gets_its_tokens_and_loses_no_page(
-    kind, workload, num_pages, num_draft_pages, seed, caching, max_batch_tokens, stops
+    kind, workload, num_pages, num_draft_pages, seed, caching, max_batch_tokens, stops, overlaps
 ):
     policy = {"off": Fixed(0), "sometimes": Sometimes(seed), "random": RandomLengths(3), "fixed": Fixed(3)}[kind]
     engine, world, _ = make_engine(
         policy, num_pages=num_pages, num_draft_pages=num_draft_pages, max_running=4,
         max_batch_tokens=max_batch_tokens, max_model_len=MAX_LEN, caching=caching,
+        overlap=SometimesOverlap(seed) if overlaps else None,
     )  # fmt: skip
     world.executor.stops = stops
     expected, texts = {}, []

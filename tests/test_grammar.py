@@ -267,6 +267,15 @@ def test_speculation_in_a_mixed_batch_gives_the_tokens_of_plain_decoding(target,
             assert stats.pruned == 0
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", ["model", "short vocabulary"])
+def test_so_does_drafting_while_drafts_are_verified(target, tokenizer, right, kind, policy):
+    requests, expected = right
+    engine = make_engine(target, tokenizer, make_any_draft(kind, target), POLICIES[policy](), overlap="on")
+    assert_equal(serve(engine, requests), expected)
+    assert 0 < engine.stats.hits < engine.stats.chunks
+
+
 def test_off_in_a_batch_gives_the_tokens_of_each_alone(target, tokenizer, right):
     requests, expected = right
     assert_equal(serve(make_engine(target, tokenizer), requests), expected)

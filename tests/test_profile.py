@@ -49,7 +49,7 @@ def make_plan(num_tokens, lengths, num_rows=1, draft_rows=1, cut=0) -> StepPlan:
     start = tokens - rows
     start[-1] -= cut
     return StepPlan(
-        (), (), np.arange(tokens.size), tokens, start, rows, each(lengths), tokens - drafted, drafted,
+        (), (), np.arange(tokens.size), tokens, start, rows, each(lengths), each(0), tokens - drafted, drafted,
         np.zeros(tokens.size, dtype=bool), NO_WRITES, NO_WRITES,
     )  # fmt: skip
 

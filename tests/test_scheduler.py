@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from faser.errors import EngineError, InvalidRequest, RequestTooLong
 from faser.policy import Fixed
 from faser.types import FinishReason
-from tests.oracle import SEED, RandomLengths, World, expected_output, make_request
+from tests.oracle import SEED, RandomLengths, SometimesOverlap, World, expected_output, make_request
 
 
 def assert_exact(world, *requests):
@@ -415,8 +415,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         agreement=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
         caching=st.booleans(),
         seed=st.integers(0, 99),
+        overlaps=st.booleans(),
     )
-    def start(self, num_pages, num_draft_pages, max_running, spare_rows, agreement, caching, seed) -> None:
+    def start(self, num_pages, num_draft_pages, max_running, spare_rows, agreement, caching, seed, overlaps) -> None:
         self.world = World(
             RandomLengths(5, seed),
             num_pages=num_pages,
@@ -426,6 +427,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=40,
             agreement=agreement,
             caching=caching,
+            overlap=SometimesOverlap(seed) if overlaps else None,
         )
         self.requests = {}
         self.cancelled = set()

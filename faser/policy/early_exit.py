@@ -205,7 +205,7 @@ class EarlyExit:
 
     def rule_for(self, plan: StepPlan) -> ExitRule | None:
         """The rule for the step, where there is one."""
-        if self._mode == "off" or not plan.lengths.any():
+        if self._mode == "off" or not plan.lengths.any() or plan.overlaps or plan.frontier.any():
             return None
         if self._fixed is not None:
             return self._fixed

@@ -25,6 +25,7 @@ from faser.models.transformer import Transformer
 from faser.pages import PagePool
 from faser.policy import MAX_LENGTH, Policy
 from faser.policy.early_exit import EarlyExit, candidates_of, layers_at
+from faser.policy.overlap import Overlap
 from faser.profile import Profile, ProfiledCost
 from faser.progress import progress_bar
 from faser.runtime import saved_profiles
@@ -156,6 +157,7 @@ def build_engine(
         speculates=draft is not None,
         prefix_caching=options.prefix_caching,
         cost=cost,
+        overlap=_make_overlap(made, options),
     )
     exits = _make_exits(made, options, cost)
     if exits is None:
@@ -165,6 +167,13 @@ def build_engine(
     return Engine(
         scheduler, made.executor, cost=cost, exits=exits, on_close=partial(saved_profiles.keep_exits, exits, *known)
     )
+
+
+def _make_overlap(made: _Made, options: EngineOptions) -> Overlap | None:
+    """None where there is nothing to overlap: prompt lookup takes no time, and `auto` has nothing to go by yet."""
+    if options.overlap == "on" and not made.device.can_overlap:
+        raise ConfigError(f"overlap=on: {made.device.name} drafts and verifies one after the other; leave it out")
+    return Overlap() if options.overlap == "on" and made.draft_model is not None else None
 
 
 def _make_exits(made: _Made, options: EngineOptions, cost: ProfiledCost | None) -> EarlyExit | None:

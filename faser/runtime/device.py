@@ -80,6 +80,11 @@ class Device(Protocol):
         """Shares of the target's layers after which its executor may drop drafts."""
         ...
 
+    @property
+    def can_overlap(self) -> bool:
+        """Whether its executor drafts on while the drafts before are verified."""
+        ...
+
     def default_kv_memory(self) -> int | None:
         """Bytes to give to KV pages where the user did not say; None: what the models leave free."""
         ...

@@ -30,7 +30,7 @@ class Drafts:
 
 class Drafter(Protocol):
     def draft(self, plan: StepPlan) -> Drafts:
-        """Write up to plan.lengths tokens per request to history[slot, num_tokens:]."""
+        """Write up to plan.lengths tokens per request to history[slot, num_tokens + frontier:]."""
         ...
 
     def take_seconds(self) -> float:
@@ -61,7 +61,7 @@ class ModelDrafter:
         if plan.stopping is not None or plan.exits is not None:
             self._confidence = np.full((plan.lengths.size, int(plan.lengths.max()) + 1), np.nan)
         rows = Rows.of(plan.slots[runs], plan.draft_start[runs], plan.draft_rows[runs])
-        lengths, slots, positions = plan.lengths[runs], rows.slots, plan.num_tokens[runs]
+        lengths, slots, positions = plan.lengths[runs], rows.slots, (plan.num_tokens + plan.frontier)[runs]
         active = np.flatnonzero(lengths)
         stuck = self._extend(rows, rows.last[active], slots[active], positions[active], runs[active], 0)
         lengths[active[stuck]] = 0

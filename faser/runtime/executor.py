@@ -24,10 +24,12 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
+        """Lanes run inline: the draft goes first, so that it is there to be checked."""
         self._update_slots(plan)
         drafts = self._drafter.draft(plan) if self._drafter is not None else Drafts(plan.lengths)
-        num_verified = self._sampler.num_valid(plan.slots, plan.num_tokens, drafts.num_tokens)
-        verdict = self._verifier.verify(plan, num_verified, drafts.confidence)
+        judged = plan.frontier if plan.overlaps else plan.frontier + drafts.num_tokens
+        num_verified = self._sampler.num_valid(plan.slots, plan.num_tokens, judged)
+        verdict = self._verifier.verify(plan, num_verified, drafts.confidence, drafts.num_tokens)
         return StepResult(
             num_drafted=drafts.num_tokens,
             num_verified=verdict.num_verified,
@@ -41,6 +43,7 @@ class TorchExecutor:
             ),
             confidence=drafts.confidence if plan.stopping is not None else None,
             exits=verdict.exits,
+            hits=verdict.hits if plan.overlaps else None,
         )
 
     def _update_slots(self, plan: StepPlan) -> None:

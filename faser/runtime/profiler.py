@@ -356,6 +356,7 @@ class _Steps:
             start=batch.num_tokens - batch.num_rows,
             num_rows=batch.num_rows,
             lengths=batch.lengths,
+            frontier=np.zeros_like(batch.lengths),
             draft_start=batch.num_tokens - draft_rows,
             draft_rows=draft_rows,
             unsettled=np.zeros(batch.num_tokens.size, dtype=np.bool_),

@@ -30,6 +30,7 @@ class Verdict:
     token_ids: IntArray  # flat: accepted + bonus of each request that samples
     logprobs: dict[int, list[TokenLogprobs]]  # by index in the plan
     failures: dict[int, str]  # likewise: requests the target has no next token for
+    hits: NDArray[np.bool_]  # [B] whose drafts were all accepted, and that said the token drafted behind them
     exits: ExitReadings | None = None
 
 
@@ -39,10 +40,13 @@ class Verifier:
         self._sampler = sampler
         self._history: IntArray = history.numpy()
 
-    def verify(self, plan: StepPlan, num_drafted: IntArray, confidence: FloatArray | None = None) -> Verdict:
+    def verify(
+        self, plan: StepPlan, num_drafted: IntArray, confidence: FloatArray | None, num_new: IntArray
+    ) -> Verdict:
         """Judge the first num_drafted tokens [B] behind each context; there may be more, which nobody looks at.
 
-        `confidence` [B, depth] is the draft's own, for plans that have a rule to exit by.
+        But where num_new [B] were drafted behind a frontier, the first of these. `confidence` [B, depth] is the
+        draft's own, for plans that have a rule to exit by.
         """
         runner = self._runner
         runner.apply(plan.target_pages)
@@ -62,13 +66,16 @@ class Verifier:
         offsets = np.arange(judged.sum()) - np.repeat(starts, judged)  # 0 … num_drafted within each request
         wanted = np.repeat(rows.cu_rows[samples + 1] - judged, judged) + offsets
         logits = runner.logits(hidden, wanted)
-        num_accepted = np.zeros_like(num_drafted)
+        num_accepted, hits = np.zeros_like(num_drafted), np.zeros(num_drafted.size, dtype=np.bool_)
         if samples.size == 0:
-            return Verdict(num_drafted, num_accepted, np.zeros(0, dtype=np.int64), {}, {})
+            return Verdict(num_drafted, num_accepted, np.zeros(0, dtype=np.int64), {}, {}, hits)
 
         slots, positions = rows.owners[wanted], rows.positions[wanted] + 1
         said = self._sampler.sample(logits, slots, positions)
-        accepted = _leading_matches(said, self._history[slots, positions], offsets, judged, starts)
+        drafted = self._history[slots, positions]
+        accepted = _leading_matches(said, drafted, offsets, judged, starts)
+        last = starts + judged - 1
+        hits[samples] = (accepted == plan.frontier[samples]) & (num_new[samples] > 0) & (said[last] == drafted[last])
         emitted = offsets <= np.repeat(accepted, judged)
         self._history[slots[emitted], positions[emitted]] = said[emitted]
         num_accepted[samples] = accepted
@@ -76,7 +83,7 @@ class Verifier:
         reasons = {**self._sampler.failed_rows, **dict.fromkeys(np.flatnonzero(broken_rows(logits)).tolist(), BROKEN)}
         failures = _failures(reasons, emitted, samples, starts)
         told = _by_request(logprobs, samples, starts, accepted + 1)
-        return Verdict(num_drafted, num_accepted, said[emitted], told, failures, exits)
+        return Verdict(num_drafted, num_accepted, said[emitted], told, failures, hits, exits)
 
     def _exit(
         self, plan: StepPlan, rule: ExitRule, rows: Rows, hidden: torch.Tensor, exiting: Exiting, confidence: FloatArray

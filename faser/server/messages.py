@@ -139,6 +139,8 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     last_drafted: int
     speculating_changed: float | None
     exits: Exits | None = None  # None: verifications have no early exit
+    chunks: int = 0  # drafts of a request made while its frontier was verified
+    hits: int = 0  # and of these, those that held
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):

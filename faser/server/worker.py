@@ -192,6 +192,8 @@ def take_snapshot(engine: Engine, now: float, step_failures: int = 0) -> Snapsho
         last_drafted=last.drafted if last is not None else 0,
         speculating_changed=last.speculating_changed if last is not None else None,
         exits=_exits(engine.exits.stats) if engine.exits is not None else None,
+        chunks=stats.chunks,
+        hits=stats.hits,
     )
 
 

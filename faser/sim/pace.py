@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from faser.bench.play import never, play
 from faser.bench.records import Item, Workload
@@ -60,7 +59,8 @@ class _Watcher:
 
     def __call__(self, plan: StepPlan, result: StepResult) -> None:
         decodes = plan.samples & (plan.num_rows == 1)
-        alone = _only(plan, decodes)
+        alone = plan.of(decodes)
+        alone = replace(alone, draft_rows=np.minimum(alone.draft_rows, 1))  # as if the drafts of all had kept up
         extra = self._cost.predict(plan) - (self._cost.predict(alone) if alone.slots.size else 0.0)
         spent = result.seconds.draft + result.seconds.verify + self._cost.host
         count, drafted = int(np.count_nonzero(decodes)), int(plan.lengths.sum())
@@ -74,13 +74,6 @@ class _Watcher:
                 extra=extra,
             )
         )
-
-
-def _only(plan: StepPlan, chosen: NDArray[np.bool_]) -> StepPlan:
-    """These requests alone, as if the drafts of all had kept up."""
-    names = ("slots", "num_tokens", "start", "num_rows", "lengths", "draft_start", "draft_rows", "unsettled")
-    alone = replace(plan, **{name: getattr(plan, name)[chosen] for name in names})
-    return replace(alone, draft_rows=np.minimum(alone.draft_rows, 1))
 
 
 def measure_pace(

@@ -28,6 +28,7 @@ class CudaDevice:
     max_running = 256
     max_batch_tokens = 4096
     runs_ahead = True  # a step is planned while the one before it runs
+    can_overlap = False  # there is one lane
     exit_depths = (0.0, 0.5)  # of every further one there would be as many graphs again
     profiling = Profiling(18.0, ROW_BUCKETS, MIXED_BUCKETS, most_rows=1024, most_context=2**18, most_prompt_rows=4096)
 

@@ -182,6 +182,7 @@ class CudaExecutor:
             self._submit(plan)
 
     def _submit(self, plan: StepPlan) -> None:
+        assert not plan.overlaps, "there is one lane"
         self._go_on()
         for slot in plan.released:
             self._sampler.release(slot)

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton: pip ins
 from faser.pages import NO_WRITES
 from faser.runtime.batch import Rows
 from faser.runtime.cuda.rows import NO_SLOT, DeviceRows, Requests, expand, next_draft_rows, settle
-from faser.types import IntArray, StepPlan
+from faser.types import IntArray, Settling, StepPlan
 
 MAX_LEN = 900
 
@@ -158,11 +158,11 @@ def test_settling_on_the_device_is_settling_the_plan(device, model, count, num_b
     unsettled, refused = rng.random(count) < 0.7, rng.integers(0, 6, 50)
     lag = np.where(unsettled, 2, rng.integers(1, 9, count))
     plan = StepPlan(
-        (), (), slots, num_tokens, num_tokens - 1, np.ones_like(slots), np.full_like(slots, 3), num_tokens - lag, lag,
-        unsettled, NO_WRITES, NO_WRITES,
+        (), (), slots, num_tokens, num_tokens - 1, np.ones_like(slots), np.full_like(slots, 3),
+        np.zeros_like(slots), num_tokens - lag, lag, unsettled, NO_WRITES, NO_WRITES,
     )  # fmt: skip
     short = rng.random(50) < 0.5
-    settled = plan.settle(refused[slots], short[slots])
+    settled = plan.settle(Settling(refused, short, np.zeros_like(short))[slots])
     before, after = (
         (each.start, each.num_rows) if model == "target" else (each.draft_start, each.draft_rows)
         for each in (plan, settled)
