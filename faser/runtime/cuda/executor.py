@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -29,7 +30,16 @@ from faser.runtime.cuda.compile import compile_all
 from faser.runtime.cuda.filters import Filters, logprobs, unpack_logprobs
 from faser.runtime.cuda.memory import explained_shortage
 from faser.runtime.cuda.model import PART_BUCKETS, ROW_BUCKETS, CudaModel, Shape, first_draft, next_draft, verification
-from faser.runtime.cuda.sampling import FIRST_TOKEN, Choices, Slots, inverse_temperature, judge, mixed_seed, sample
+from faser.runtime.cuda.sampling import (
+    FIRST_TOKEN,
+    HIT,
+    Choices,
+    Slots,
+    inverse_temperature,
+    judge,
+    mixed_seed,
+    sample,
+)
 from faser.runtime.cuda.transfer import send
 from faser.runtime.drafter import NgramDrafter
 from faser.runtime.sampling import Sampler
@@ -87,6 +97,7 @@ class CudaExecutor:
         self._landings = deque(_Landing(max_requests, width, device) for _ in range(MAX_FLIGHTS))
         self._glance = _Glance(max_requests, device)
         self._doubts = _Doubts(max_length, max_requests, device)
+        self._lane = _Lane(device)
         self._standing = _Glance(target.standing.numel(), device)
         self._flights: deque[_Flight] = deque()
         self._runs_ahead = runs_ahead
@@ -167,10 +178,11 @@ class CudaExecutor:
                 shape = Shape(1, int(num_rows[0]), int(num_rows[0]), 1)
                 yield partial(model.forward, shape, num_rows, np.zeros(1, dtype=np.int64))
         target = self._target
-        yield partial(
-            judge, target.choices, target.requests, target.rows.cu_wanted, self._slots, self._packed,
-            acceptance=self._acceptance,
-        )  # fmt: skip
+        for overlaps in (False, True):
+            yield partial(
+                judge, target.choices, target.requests, target.rows.cu_wanted, self._slots, self._packed,
+                overlaps=overlaps, acceptance=self._acceptance,
+            )  # fmt: skip
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.submit(plan)
@@ -182,7 +194,6 @@ class CudaExecutor:
             self._submit(plan)
 
     def _submit(self, plan: StepPlan) -> None:
-        assert not plan.overlaps, "there is one lane"
         self._go_on()
         for slot in plan.released:
             self._sampler.release(slot)
@@ -207,12 +218,18 @@ class CudaExecutor:
 
     def _run(self, flight: _Flight) -> Iterator[None]:
         """Enqueue a step. Where the host must see something before it knows how to go on, it may do other things."""
-        drafting = self._begin_drafts(flight)
-        if drafting is not None:
-            yield
-            self._draft_on(flight, drafting)
-        flight.landing.marks.drafted()
-        flight.num_verified = self._prune(flight.plan, flight.num_drafted)
+        if flight.plan.overlaps:
+            with self._lane.fork():
+                self._begin_drafts(flight)
+                flight.landing.marks.drafted()
+        else:
+            drafting = self._begin_drafts(flight)
+            if drafting is not None:
+                yield
+                self._draft_on(flight, drafting)
+            flight.landing.marks.drafted()
+        judged = flight.plan.frontier if flight.plan.overlaps else flight.plan.frontier + flight.num_drafted
+        flight.num_verified = self._prune(flight.plan, judged)
         exiting = None
         if flight.plan.exits is not None and flight.num_verified.any():
             exiting = Exiting(flight.plan.exits, flight.num_verified, int(flight.plan.num_rows.sum()))
@@ -238,13 +255,14 @@ class CudaExecutor:
         if len(self._flights) == 1:
             self.go_on()
         flight = self._flights.popleft()
-        seconds = flight.landing.marks.wait()
+        seconds = flight.landing.marks.wait(flight.plan.overlaps)
         self._landings.append(flight.landing)
         return self._result(flight, seconds)
 
     def may_run_ahead(self, plan: StepPlan) -> bool:
         """Not where the host must know tokens or positions before it goes on: to look up, for a grammar, to filter."""
-        needed = self._on_host[plan.slots] | (self._filters.is_special[plan.slots] & (plan.lengths > 0))
+        drafts = (plan.lengths > 0) | (plan.frontier > 0)
+        needed = self._on_host[plan.slots] | (self._filters.is_special[plan.slots] & drafts)
         return self._runs_ahead and self._ngrams is None and not needed.any()
 
     def discard(self) -> None:
@@ -299,8 +317,9 @@ class CudaExecutor:
         rows, lengths = plan.draft_rows[order], plan.lengths[order]
         none = np.zeros_like(rows)
         draft.set_requests(
-            plan.slots[order], plan.draft_start[order], rows, none, lengths > 0, plan.unsettled[order], none
-        )
+            plan.slots[order], plan.draft_start[order], rows, none, lengths > 0, plan.unsettled[order], none,
+            plan.frontier[order],
+        )  # fmt: skip
         draft.set_lengths(lengths)
         shape = first_draft(rows.size, int(rows.max()))
         _launch(draft, shape, rows, plan.draft_start[order], int((lengths > 0).sum()))
@@ -349,14 +368,16 @@ class CudaExecutor:
             shape = _launch(target, shape, plan.num_rows + num_drafted, plan.start, int(judged.sum()))
         flight.told = self._refine(plan, judged, shape)
         requests = target.requests_of(shape)
+        if plan.overlaps:
+            self._lane.join()
         judge(
             target.choices, requests, target.rows.cu_wanted[: shape.num_requests + 1], self._slots,
-            self._packed[: shape.num_requests], acceptance=self._acceptance,
+            self._packed[: shape.num_requests], overlaps=plan.overlaps, acceptance=self._acceptance,
         )  # fmt: skip
 
     def _set_target_requests(self, plan: StepPlan, num_drafted: IntArray) -> None:
         self._target.set_requests(
-            plan.slots, plan.start, plan.num_rows, num_drafted, plan.samples, plan.unsettled, plan.lengths
+            plan.slots, plan.start, plan.num_rows, num_drafted, plan.samples, plan.unsettled, plan.judged, plan.frontier
         )
 
     def _verification(self, plan: StepPlan, num_drafted: IntArray) -> Shape | None:
@@ -479,12 +500,13 @@ class CudaExecutor:
         offsets = np.arange(owners.size) - np.repeat(np.cumsum(emitted) - emitted, emitted)
         token_ids = tokens[owners, offsets]
         self._remember(plan, owners, offsets, token_ids)
+        hits = samples & (plan.lengths > 0) & (packed[:, HIT] != 0) if plan.overlaps else None
         failures = dict.fromkeys(np.flatnonzero(samples & (packed[:, 1] != 0)).tolist(), BROKEN)
         failures |= {owner: why for owner, offset, why in told.failed if offset < emitted[owner]}
         answers = {i: some[: int(emitted[i])] for i, some in told.all_logprobs().items()}
         return StepResult(
             flight.num_drafted, flight.num_verified, num_accepted, token_ids, answers, failures, seconds,
-            flight.confidence, flight.exits,
+            flight.confidence, flight.exits, hits,
         )  # fmt: skip
 
     def _remember(self, plan: StepPlan, owners: IntArray, offsets: IntArray, token_ids: IntArray) -> None:
@@ -587,17 +609,41 @@ class _Marks:
     def finished(self) -> None:
         self._record(2)
 
-    def wait(self) -> StepSeconds:
-        """Until the device is there."""
+    def wait(self, overlaps: bool = False) -> StepSeconds:
+        """Until the device is there. What overlaps began together."""
         if not self._events:
             return StepSeconds()
         self._events[2].synchronize()
-        draft, verify = (self._events[i].elapsed_time(self._events[i + 1]) / 1e3 for i in (0, 1))
+        spans = (0, 1), (0 if overlaps else 1, 2)
+        draft, verify = (self._events[i].elapsed_time(self._events[j]) / 1e3 for i, j in spans)
         return StepSeconds(draft, verify)
 
     def _record(self, index: int) -> None:
         if self._events:
             self._events[index].record()
+
+
+class _Lane:
+    """A stream beside the current one. Off a GPU there is none, and what is forked runs at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        make: Any = torch.cuda.Stream
+        self._stream = make(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        """What is enqueued inside runs beside what the current stream gets from here on, and behind what it has."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """What the current stream gets from here on runs behind all of it."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
 
 class _Landing:

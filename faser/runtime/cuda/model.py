@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from faser.models.transformer import Layer, Transformer
 from faser.runtime.cuda import attention, linear
 from faser.runtime.cuda.attention import AttentionConfig, Tiles, Workspace
-from faser.runtime.cuda.rows import DeviceRows, Requests, expand, next_draft_rows, regather, settle
+from faser.runtime.cuda.rows import NUM_COLUMNS, DeviceRows, Requests, expand, next_draft_rows, regather, settle
 from faser.runtime.cuda.sampling import Choices, Slots, sample, stand
 from faser.runtime.cuda.transfer import Staging, send
 from faser.runtime.kv_cache import bytes_per_page
@@ -134,8 +135,11 @@ class CudaModel:
         self._slots = slots
         # Whether launches may begin while the one before them ends: programmatic dependent launch, from Hopper on.
         self._overlaps = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        # A stream to capture graphs on: what cuBLAS works in belongs to the stream, and two models may run at a time.
+        make: Any = torch.cuda.Stream
+        self._stream = make(device) if device.type == "cuda" else None
         self._max_context = max_context
-        self._staging = Staging(self.requests.memory, 7)
+        self._staging = Staging(self.requests.memory, NUM_COLUMNS)
         self._staged_lengths = Staging(self._drafting, 1)
         self._vocabulary = model.vocabulary.int() if model.vocabulary is not None else None
         heads = config.num_heads + 2 * config.num_kv_heads
@@ -192,9 +196,10 @@ class CudaModel:
         samples: NDArray[np.bool_],
         unsettled: NDArray[np.bool_],
         planned: IntArray,
+        frontier: IntArray,
     ) -> None:
         """The requests of the next forward."""
-        self._staging.write((slots, start, num_rows, num_drafted, samples, unsettled, planned), slots.size)
+        self._staging.write((slots, start, num_rows, num_drafted, samples, unsettled, planned, frontier), slots.size)
 
     def set_drafted(self, num_drafted: IntArray) -> None:
         """Fewer drafts of the requests that were set last; the forward's first part has settled the rest."""
@@ -239,7 +244,7 @@ class CudaModel:
         kept = [(each, each.clone()) for each in contents]
         for count in (self.requests.num_requests, wide.num_tiles, narrow.num_tiles, self.rows.cu_wanted):
             count.zero_()
-        graph = _capture(run, self.model.device)
+        graph = _capture(run, self.model.device, self._stream)
         for each, content in kept:
             each.copy_(content)
         return graph
@@ -310,7 +315,7 @@ class CudaModel:
             lengths = self._lengths[: shape.num_requests]
             next_draft_rows(requests, lengths, self._draft_step, self._slots.history, rows, vocab_size=vocab_size)
         else:
-            settle(requests, self._slots.refused, self._slots.short if self._writes else None)
+            settle(requests, self._slots.refused, self._slots.missed, self._slots.short if self._writes else None)
             expand(requests, self._slots.history, rows, vocab_size=vocab_size)
         if shape.is_mixed:
             attending = self._attend_staged(shape, requests, rows)
@@ -327,7 +332,7 @@ class CudaModel:
         requests, rows = self.requests_of(shape), self._rows_of(shape)
         hidden, size = self._hidden[: shape.num_rows], shape.num_requests
         if not first:
-            settle(requests, self._slots.refused, None)
+            settle(requests, self._slots.refused, self._slots.missed)
         expand(requests, self._slots.history, rows, vocab_size=self.model.config.vocab_size)
         if first:
             index = self._index[: shape.num_rows]
@@ -376,6 +381,7 @@ class CudaModel:
             samples=whole.samples[:size],
             unsettled=whole.unsettled[:size],
             planned=whole.planned[:size],
+            frontier=whole.frontier[:size],
         )
 
     def _rows_of(self, shape: Shape) -> DeviceRows:
@@ -532,13 +538,13 @@ def _some_choices(choices: Choices, some: slice) -> Choices:
     return Choices(*(getattr(choices, each.name)[some] for each in fields(choices)))
 
 
-def _capture(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
+def _capture(run: Callable[[], None], device: torch.device, stream: Any) -> Callable[[], None]:
     """A graph of what `run` enqueues. Off a GPU, `run` itself."""
     if device.type != "cuda":
         return run
     run()  # compiles what is not compiled yet, outside the capture
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         run()
     return graph.replay

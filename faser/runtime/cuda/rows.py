@@ -17,13 +17,14 @@ import triton
 import triton.language as tl
 
 NO_SLOT = -1  # of a padding row: nobody's
+NUM_COLUMNS = 8  # of `Requests`
 LEAST_BLOCK = 256  # requests a kernel is compiled for at least: fewer would be no faster, and more kernels to compile
 
 # Arguments that differ from bucket to bucket, by name: a kernel must not be compiled anew for what they happen to be.
 VARYING = [
     "num_rows", "num_requests", "unsettled", "slots", "start", "request_slots", "num_context", "num_drafted", "samples",
     "lengths", "step", "cu_rows", "cu_wanted", "wanted", "history_stride", "last_token", "max_rows", "max_wanted",
-    "num_bucket_requests", "before",
+    "num_bucket_requests", "before", "planned", "frontier",
 ]  # fmt: skip
 
 
@@ -31,21 +32,22 @@ VARYING = [
 class Requests:
     """What the plan says of each request: rows from `start` on, then its drafted tokens."""
 
-    memory: torch.Tensor  # [7 * B + 1] all of the below: one copy brings a plan
+    memory: torch.Tensor  # [8 * B + 1] all of the below: one copy brings a plan
     slots: torch.Tensor  # [B]
     start: torch.Tensor  # [B] position of the first row
     num_rows: torch.Tensor  # [B] rows of context tokens
     num_drafted: torch.Tensor  # [B] rows of drafted tokens behind them
     samples: torch.Tensor  # [B] 1 where the last context row and the drafted ones are wanted, else 0
     unsettled: torch.Tensor  # [B] 1 where start and num_rows hold if no draft of the step before was refused
-    planned: torch.Tensor  # [B] drafts the plan asked for; fewer may have been made
+    planned: torch.Tensor  # [B] drafts the plan is to verify; fewer may have been made
+    frontier: torch.Tensor  # [B] drafts of a step before behind the context, as far as that step made them good
     num_requests: torch.Tensor  # [1] how many of B are real
 
     @classmethod
     def allocate(cls, max_requests: int, device: torch.device | str) -> Requests:
-        memory = torch.zeros(7 * max_requests + 1, dtype=torch.int32, device=device)
-        slots, start, num_rows, num_drafted, samples, unsettled, planned = memory[:-1].view(7, max_requests)
-        return cls(memory, slots, start, num_rows, num_drafted, samples, unsettled, planned, memory[-1:])
+        memory = torch.zeros(NUM_COLUMNS * max_requests + 1, dtype=torch.int32, device=device)
+        slots, start, num_rows, num_drafted, samples, unsettled, planned, frontier = memory[:-1].view(NUM_COLUMNS, -1)
+        return cls(memory, slots, start, num_rows, num_drafted, samples, unsettled, planned, frontier, memory[-1:])
 
 
 @dataclass(frozen=True)
@@ -77,14 +79,15 @@ class DeviceRows:
         return self.cu_wanted[-1:]
 
 
-def settle(requests: Requests, refused: torch.Tensor, short: torch.Tensor | None = None) -> None:
-    """Move what is unsettled back by the refused drafts of the step before, by slot; StepPlan.settle says how.
+def settle(requests: Requests, refused: torch.Tensor, missed: torch.Tensor, short: torch.Tensor | None = None) -> None:
+    """Move what is unsettled back by what came of the step before, by slot; StepPlan.settle says how.
 
     `short` is for the rows of a draft. In place, so once for each plan.
     """
     size = requests.slots.shape[0]
     _settle_kernel[(1,)](
-        requests.slots, requests.start, requests.num_rows, requests.unsettled, requests.num_requests, refused, short,
+        requests.slots, requests.start, requests.num_rows, requests.num_drafted, requests.planned, requests.frontier,
+        requests.unsettled, requests.num_requests, refused, missed, short,
         block=_power_of_two(size), num_warps=4,
     )  # fmt: skip
 
@@ -148,7 +151,10 @@ def _power_of_two(count: int) -> int:
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _settle_kernel(slots, start, num_rows, unsettled, num_requests, refused, short, block: tl.constexpr):
+def _settle_kernel(
+    slots, start, num_rows, num_drafted, planned, frontier, unsettled, num_requests, refused, missed, short,
+    block: tl.constexpr,
+):  # fmt: skip
     # [block]
     request = tl.arange(0, block)
     real = request < tl.load(num_requests)
@@ -156,9 +162,14 @@ def _settle_kernel(slots, start, num_rows, unsettled, num_requests, refused, sho
     slot = tl.load(slots + request, mask=moves, other=0)
     first = tl.load(start + request, mask=moves, other=0)
     end = first + tl.load(num_rows + request, mask=moves, other=0) - tl.load(refused + slot, mask=moves, other=0)
-    last = end - 1
-    if short is not None:
-        last -= tl.load(short + slot, mask=moves, other=0)
+    gone = tl.load(frontier + request, mask=moves, other=0) * tl.load(missed + slot, mask=moves, other=0)
+    if short is not None:  # a draft's rows reach to the end of the frontier
+        end -= gone
+        last = end - 1 - tl.load(short + slot, mask=moves, other=0)
+    else:
+        last = end - 1
+        tl.store(num_drafted + request, tl.load(num_drafted + request, mask=moves, other=0) - gone, mask=moves)
+        tl.store(planned + request, tl.load(planned + request, mask=moves, other=0) - gone, mask=moves)
     first = tl.minimum(first, last)
     tl.store(start + request, first, mask=moves)
     tl.store(num_rows + request, end - first, mask=moves)

@@ -19,7 +19,7 @@ from faser.policy.early_exit import EarlyExit, ExitPoint, ExitRule
 from faser.runtime.build import build_engine
 from faser.text import Tokenizer
 from faser.types import ExitReadings, Grammar, Request, SamplingParams
-from tests.oracle import RandomLengths, RandomStops
+from tests.oracle import RandomLengths, RandomStops, SometimesOverlap
 from tests.test_engine import Sometimes
 from tests.test_exactness import Outcome, make_requests, reference, serve
 from tests.tiny import CONFIGS, make_draft
@@ -50,7 +50,7 @@ def make_engine(device: str, target: Transformer, draft=None, policy=None, token
     from faser.runtime.cuda.device import CudaDevice
 
     place = CudaDevice()
-    place.runs_ahead = ahead
+    place.runs_ahead, place.can_overlap = ahead, True
     options = {"max_running": 6, "max_batch_tokens": 64, "page_size": 4, "num_pages": 300, **sizes}
     moved = on(draft, device) if isinstance(draft, Transformer) else draft
     return build_engine(on(target, device), moved, EngineOptions(policy=policy, **options), tokenizer, place)
@@ -218,6 +218,38 @@ def test_synthetic_acceptance_is_what_was_asked_for(acceptance):
     stats = serve(make_engine("cuda", target, draft, Fixed(1), acceptance=acceptance), requests).total
     assert stats.verified > 0
     assert stats.accepted == acceptance * stats.verified
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("policy", ["chunks of 1", "chunks of 3", "any length"])
+def test_drafting_while_drafts_are_verified_changes_no_token(device, policy, ahead):
+    target = Transformer.random(replace(CONFIGS["llama3"], head_dim=16, num_layers=2), 0, std=0.3)
+    requests = chosen(target, device)
+    expected = reference(target, requests)
+    lengths = {"chunks of 1": Fixed(1), "chunks of 3": Fixed(3), "any length": RandomLengths(seed=2)}[policy]
+    engine = make_engine(device, target, make_draft(target), lengths, ahead=ahead, overlap="on")
+    outcome = serve(engine, requests, {r.id: i for i, r in enumerate(requests)})
+    assert outcome.tokens == expected.tokens
+    assert outcome.reasons == expected.reasons
+    assert_same_logprobs(outcome, expected)
+    assert 0 < engine.stats.hits < engine.stats.chunks
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("kind", ["right", "in turns"])
+def test_frontiers_are_settled_on_the_device(device, kind, ahead):
+    """Plain requests, so that steps are planned ahead; a draft that is the target, in some steps only."""
+    target = Transformer.random(replace(CONFIGS["llama3"], head_dim=16, num_layers=2), 0, std=0.3)
+    plain = [r for r in chosen(target, device) if r.id in ("greedy", "sampled", "greedy with end token ignored")]
+    requests = [replace(r, params=replace(r.params, max_tokens=8), stop_ids=frozenset()) for r in plain]
+    expected = reference(target, requests)
+    draft = target if kind == "right" else make_draft(target)
+    engine = make_engine(device, target, draft, Fixed(2), ahead=ahead, overlap="on")
+    if kind == "in turns":
+        engine.scheduler.overlap = SometimesOverlap(1)
+    assert serve(engine, requests).tokens == expected.tokens
+    if kind == "right":
+        assert engine.stats.hits == engine.stats.chunks > 0
 
 
 EXITS = {

@@ -156,19 +156,26 @@ def test_settling_on_the_device_is_settling_the_plan(device, model, count, num_b
     rng = np.random.default_rng(count)
     slots, num_tokens = rng.permutation(50)[:count], rng.integers(20, 90, count)
     unsettled, refused = rng.random(count) < 0.7, rng.integers(0, 6, 50)
-    lag = np.where(unsettled, 2, rng.integers(1, 9, count))
-    plan = StepPlan(
-        (), (), slots, num_tokens, num_tokens - 1, np.ones_like(slots), np.full_like(slots, 3),
-        np.zeros_like(slots), num_tokens - lag, lag, unsettled, NO_WRITES, NO_WRITES,
-    )  # fmt: skip
+    frontier, missed = rng.integers(0, 4, count), rng.random(50) < 0.5
+    refused[slots] *= (frontier == 0) | missed[slots]  # of a frontier that is left all was accepted before
     short = rng.random(50) < 0.5
-    settled = plan.settle(Settling(refused, short, np.zeros_like(short))[slots])
+    short[slots] &= frontier == 0
+    lag = np.where(unsettled, np.where(frontier > 0, 1, 2), rng.integers(1, 9, count))
+    plan = StepPlan(
+        (), (), slots, num_tokens, num_tokens - 1, np.ones_like(slots), np.full_like(slots, 3), frontier,
+        num_tokens + frontier - lag, lag, unsettled, NO_WRITES, NO_WRITES, overlaps=True,
+    )  # fmt: skip
+    settled = plan.settle(Settling(refused, short, missed)[slots])
     before, after = (
         (each.start, each.num_rows) if model == "target" else (each.draft_start, each.draft_rows)
         for each in (plan, settled)
     )
-    requests = Plan(slots, *before, np.zeros_like(slots), np.ones_like(unsettled)).upload(num_bucket, device)
-    requests.unsettled[:count] = ints(unsettled, device)
-    settle(requests, ints(refused, device), ints(short, device) if model == "draft" else None)
+    requests = Plan(slots, *before, plan.frontier, np.ones_like(unsettled)).upload(num_bucket, device)
+    for name in ("unsettled", "frontier"):
+        getattr(requests, name)[:count] = ints(getattr(plan, name), device)
+    requests.planned[:count] = ints(plan.judged, device)
+    settle(requests, ints(refused, device), ints(missed, device), ints(short, device) if model == "draft" else None)
+    if model == "target":
+        assert requests.num_drafted.tolist() == requests.planned.tolist() == padded(settled.frontier, num_bucket, 77)
     assert requests.start.tolist() == padded(after[0], num_bucket, 77)
     assert requests.num_rows.tolist() == padded(after[1], num_bucket, 77)

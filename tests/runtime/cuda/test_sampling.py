@@ -19,6 +19,7 @@ from faser.runtime.cuda.rows import Requests  # noqa: E402
 from faser.runtime.cuda.sampling import (  # noqa: E402
     BROKEN,
     FIRST_TOKEN,
+    HIT,
     NUM_ACCEPTED,
     TILE,
     Choices,
@@ -350,9 +351,11 @@ class Step:
     samples: NDArray[np.bool_]  # [B]
     num_tokens: IntArray  # [B]
 
-    def judge(self, width: int, num_bucket: int, acceptance: torch.Tensor | None = None) -> IntArray:
+    def judge(
+        self, width: int, num_bucket: int, acceptance: torch.Tensor | None = None, overlaps: bool = False
+    ) -> IntArray:
         packed = torch.full((num_bucket, FIRST_TOKEN + width), -9, dtype=torch.int32, device=self.cu_wanted.device)
-        judge(self.choices, self.requests, self.cu_wanted, self.slots, packed, acceptance=acceptance)
+        judge(self.choices, self.requests, self.cu_wanted, self.slots, packed, overlaps=overlaps, acceptance=acceptance)
         return packed.cpu().numpy()
 
 
@@ -383,25 +386,26 @@ def make_step(device: str, rng: np.random.Generator, num: int, num_bucket: int, 
     return Step(requests, ints(cu_wanted, device), slots, choices, num_drafted, planned, samples, start + num_rows)
 
 
-def verdict_of_the_cpu(step: Step) -> tuple[list[list[int]], list[int], list[int], IntArray]:
-    """Emitted tokens, accepted counts, broken flags, history: the verifier's own lines, request by request."""
+def verdict_of_the_cpu(step: Step) -> tuple[list[list[int]], list[int], list[int], list[bool], IntArray]:
+    """Emitted tokens, accepted counts, broken flags, hits, history: the verifier's own lines, request by request."""
     history = step.slots.history.cpu().numpy().astype(np.int64)
     said_all, broken_all = step.choices.tokens.cpu().numpy(), step.choices.broken.cpu().numpy()
-    emitted, accepted, broken = [], [], []
+    emitted, accepted, broken, hits = [], [], [], []
     for i, first in enumerate(step.cu_wanted.tolist()[: len(step.samples)]):
         if not step.samples[i]:
-            emitted.append([]), accepted.append(0), broken.append(0)
+            emitted.append([]), accepted.append(0), broken.append(0), hits.append(False)
             continue
         judged = int(step.num_drafted[i]) + 1
         slot, offsets = int(step.requests.slots[i]), np.arange(judged)
         said = said_all[first : first + judged].astype(np.int64)
         drafted = history[slot, step.num_tokens[i] + offsets]
         count = int(_leading_matches(said, drafted, offsets, np.array([judged]), np.array([0]))[0])
+        hits.append(count == judged - 1 and bool(said[-1] == drafted[-1]))
         history[slot, step.num_tokens[i] + offsets[: count + 1]] = said[: count + 1]
         emitted.append(said[: count + 1].tolist())
         accepted.append(count)
         broken.append(int(broken_all[first : first + count + 1].max()))
-    return emitted, accepted, broken, history
+    return emitted, accepted, broken, hits, history
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.6, 1.0])
@@ -411,17 +415,35 @@ def test_the_verdict_is_the_cpu_verifiers(device, num, num_bucket, max_length, c
         pytest.skip("many programs, slow in the interpreter; the same body runs on the GPU")
     for seed in range(4):
         step = make_step(device, np.random.default_rng(seed), num, num_bucket, max_length, chance)
-        emitted, accepted, broken, history = verdict_of_the_cpu(step)
-        packed = step.judge(max_length + 1, num_bucket)
+        emitted, accepted, broken, hits, history = verdict_of_the_cpu(step)
+        packed = step.judge(max_length + 1, num_bucket, overlaps=seed % 2 == 1)
         assert packed[:num, NUM_ACCEPTED].tolist() == accepted
         assert packed[:num, BROKEN].tolist() == broken
         owners, made = step.requests.slots[:num], step.num_drafted
+        assert packed[:num, HIT].tolist() == hits
+        assert step.slots.missed[owners].tolist() == [not hit for hit in hits]
         assert step.slots.refused[owners].tolist() == (step.planned - accepted).tolist()
         assert step.slots.short[owners].tolist() == ((made < step.planned) & (made == accepted)).tolist()
         for row, tokens in zip(packed[:num, FIRST_TOKEN:].tolist(), emitted, strict=True):
             assert row == tokens + [-1] * (max_length + 1 - len(tokens))
         assert (packed[num:] == -9).all()
         assert np.array_equal(step.slots.history.cpu().numpy(), history)
+
+
+def test_synthetic_acceptance_takes_the_next_draft_at_its_rate_too(device):
+    """Where drafting overlaps, the token behind the last judged one is a draft like the others."""
+    num = 24 if device == "cpu" else 256
+    step = make_step(device, np.random.default_rng(0), num, num, 3, 0.5)
+    before = step.slots.history.cpu().numpy().copy()
+    packed = step.judge(5, num, torch.tensor([1.0, 1.0, 0.5, 0.5], device=device), overlaps=True)
+    hits, whole = packed[:, HIT] == 1, packed[:, NUM_ACCEPTED] == step.num_drafted
+    assert hits[step.samples & (step.num_drafted < 2)].all()
+    assert not hits[~step.samples | ~whole].any()
+    uncertain = step.samples & whole & (step.num_drafted >= 2)
+    assert 0 < hits[uncertain].mean() < 1
+    for i in np.flatnonzero(hits).tolist():
+        slot, place = int(step.requests.slots[i]), int(step.num_tokens[i] + step.num_drafted[i])
+        assert packed[i, FIRST_TOKEN + step.num_drafted[i]] == before[slot, place] == step.slots.history[slot, place]
 
 
 def test_synthetic_acceptance_takes_drafts_at_their_rate_whatever_they_are(device):
