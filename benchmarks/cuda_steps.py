@@ -31,7 +31,7 @@ from faser.models.config import ModelConfig
 from faser.models.transformer import Transformer
 from faser.policy import Fixed
 from faser.runtime.build import build_engine
-from faser.runtime.cuda.device import CudaDevice
+from faser.runtime.device import make_device
 from faser.types import Request, SamplingParams
 from tools.inflate import SHAPES
 
@@ -65,7 +65,7 @@ def run_batch(engine: Engine, batch: int, prompt: int, output: int, profiler: An
     before, started, emitted, ended = replace(engine.stats), time.perf_counter(), 0, False
     if profiler is not None:
         profiler.start()
-    while not ended and (profiler is None or engine.stats.steps - before.steps < PROFILED_STEPS):
+    while not ended and engine.has_work and (profiler is None or engine.stats.steps - before.steps < PROFILED_STEPS):
         progress = engine.step()
         emitted += sum(len(item.token_ids) for item in progress)
         ended = any(item.finish is not None for item in progress)
@@ -75,7 +75,7 @@ def run_batch(engine: Engine, batch: int, prompt: int, output: int, profiler: An
         profiler.stop()
     while engine.has_work:
         engine.step()
-    steps = after.steps - before.steps
+    steps = max(1, after.steps - before.steps)
     draft, verify, plan = (
         1e3 * (getattr(after, name) - getattr(before, name)) / steps
         for name in ("draft_seconds", "verify_seconds", "plan_seconds")
@@ -132,7 +132,7 @@ def main() -> None:
         "target": asdict(SHAPES[args.target]), "draft": asdict(SHAPES[args.draft]), "vocabulary": VOCABULARY,
         "prompt": args.prompt, "output": args.output,
     }  # fmt: skip
-    device = CudaDevice()
+    device: Any = make_device("cuda")
     device.runs_ahead = not args.waiting
     options = EngineOptions(policy=f"fixed:{max(lengths)}", acceptance=args.acceptance, prefix_caching=False)
     started = time.perf_counter()

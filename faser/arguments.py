@@ -69,7 +69,8 @@ def _add_mechanisms(engine: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     engine.add_argument(
         "--overlap", choices=("auto", "on", "off"), default="auto",
-        help="draft on while the drafts before are verified: auto (never, in this version), on (CPU only) or off",
+        help="draft on while the drafts before are verified: where by the profile it pays (default), always (on a CPU "
+        "only), never",
     )  # fmt: skip
 
 
@@ -291,6 +292,10 @@ def _add_simulated_machine(parser: argparse.ArgumentParser) -> None:
     machine.add_argument(
         "--no-run-ahead", action="store_true", help="plan a step only when the one before has ended, as on a CPU"
     )
+    machine.add_argument(
+        "--overlap", choices=("auto", "on", "off"), default="off",
+        help="draft on while the drafts before are verified; what that takes must be in the profile (default: off)",
+    )  # fmt: skip
     machine.add_argument(
         "--noise", type=float, default=0.0, metavar="SHARE", help="spread of a step's seconds, as 0.05; default: none"
     )

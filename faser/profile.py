@@ -110,6 +110,9 @@ class Profile:
     stop_seconds: float | None = None  # of a look at a draft between two of its tokens; None: it cannot be looked at
     exit_check: Curve | None = None  # of an early exit's look at so many drafts, going on included; None: there is none
     exit_candidates: int = 0  # that it compares them with; 0: the whole vocabulary
+    # of the shorter of drafting and verification, the share by which a step is longer than the longer one where they
+    # overlap, by requests; None: they cannot
+    overlap_share: Curve | None = None
     # of configurations it was not made from: share of the seconds, mean and worst
     errors: Mapping[str, float] = field(default_factory=dict)
 
@@ -135,13 +138,14 @@ class Profile:
         try:
             curves = {name: _curve_of(given[name]) for name in CURVES}
             errors = {str(name): float(error) for name, error in given["errors"].items()}
-            looks, check = given["stop_seconds"], given.get("exit_check")
+            looks, check, share = given["stop_seconds"], given.get("exit_check"), given.get("overlap_share")
             return cls(
                 dict(given["about"]),
                 host=float(given["host"]),
                 stop_seconds=None if looks is None else float(looks),
                 exit_check=None if check is None else _curve_of(check),
                 exit_candidates=int(given.get("exit_candidates", 0)),
+                overlap_share=None if share is None else _curve_of(share),
                 errors=errors,
                 **curves,
             )
@@ -216,6 +220,15 @@ class Cost(Protocol):
         """Of a look at a draft between two of its tokens; None: it cannot be looked at."""
         ...
 
+    @property
+    def can_overlap(self) -> bool:
+        """Whether it is known what a step takes in which drafting overlaps with verification."""
+        ...
+
+    def hidden(self, draft: float, verify: float, requests: int) -> float:
+        """Of so many seconds of both for so many requests, those that overlapping hides."""
+        ...
+
     def verify(self, rows: Rows, context: Context, prompt_rows: int = 0) -> FloatArray:
         """The target, over so many rows of requests that decode, and prompt rows beside them."""
         ...
@@ -257,6 +270,10 @@ class ProfiledCost:
         return self.profile.stop_seconds
 
     @property
+    def can_overlap(self) -> bool:
+        return self.profile.overlap_share is not None
+
+    @property
     def factors(self) -> tuple[float, float]:
         """Of the target's seconds and the draft's."""
         return self._target_factor, self._draft_factor
@@ -281,15 +298,23 @@ class ProfiledCost:
     def parts(self, plan: StepPlan) -> StepSeconds:
         """Seconds of both models in the step."""
         draft, verify = self._of_plan(plan)
-        return StepSeconds(self._draft_factor * draft, self._target_factor * verify)
+        draft, verify = self._draft_factor * draft, self._target_factor * verify
+        hidden = self.hidden(draft, verify, int(np.count_nonzero(plan.lengths))) if plan.overlaps else 0.0
+        return StepSeconds(draft, verify, hidden)
 
     def predict(self, plan: StepPlan) -> float:
         """Seconds of the step."""
-        parts = self.parts(plan)
-        return parts.draft + parts.verify + self._host
+        return self.parts(plan).total + self._host
+
+    def hidden(self, draft: float, verify: float, requests: int) -> float:
+        """Of so many seconds of both for so many requests, those that overlapping hides; negative where it slows."""
+        share = self.profile.overlap_share
+        return 0.0 if share is None else min(draft, verify) * (1 - float(share(requests, 0.0)))
 
     def learn(self, plan: StepPlan, spent: StepSeconds, seconds: float) -> None:
-        """Take in how long a step really took, by its parts where they were measured."""
+        """Take in how long a step really took, by its parts where they were measured; one that overlapped says less."""
+        if plan.overlaps:
+            return
         draft, verify = self._of_plan(plan)
         if verify > 0 and spent.verify > 0:
             # one pause of the process is no speed of the machine: a step counts as twice what it should be at most

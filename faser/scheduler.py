@@ -565,8 +565,11 @@ class Scheduler:
         frontier = self._frontier[slots]
         view = self._view(slots, num_prefill_rows)
         lengths = self._ask_policy(view)
-        overlaps = self.overlap is not None and self.overlap.overlaps(view, lengths)
-        if not overlaps:  # one step verifies the frontier and what is drafted now
+        chunks = self.overlap.chunks(view, lengths) if self.overlap is not None else None
+        overlaps = chunks is not None
+        if chunks is not None:
+            lengths = np.minimum(chunks, view.limit)
+        else:  # one step verifies the frontier and what is drafted now
             lengths = np.clip(self._max_draft[slots] - frontier, 0, lengths)
         if not lengths.any():
             return lengths, lengths, overlaps and bool(frontier.any())

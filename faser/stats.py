@@ -36,7 +36,8 @@ class EngineStats:
     hits: int = 0  # and of these, those that held
     context_rows: int = 0  # rows of context the target computed, drafts not counted
     plan_seconds: float = 0.0
-    draft_seconds: float = 0.0
+    draft_seconds: float = 0.0  # that a step took longer for it
+    hidden_seconds: float = 0.0  # of drafting, while drafts before were verified
     verify_seconds: float = 0.0
     step_seconds: float = 0.0
     predicted_seconds: float = 0.0  # by the cost model, before each step ran
@@ -64,7 +65,8 @@ class EngineStats:
         self.emitted += sum([len(item.token_ids) for item in progress])
         self.context_rows += int(plan.num_rows.sum())
         self.plan_seconds += planned - started
-        self.draft_seconds += result.seconds.draft
+        self.draft_seconds += result.seconds.draft - result.seconds.hidden
+        self.hidden_seconds += result.seconds.hidden
         self.verify_seconds += result.seconds.verify
         self.step_seconds += ended - started
         self.predicted_seconds += predicted or 0.0

@@ -408,6 +408,11 @@ class StepSeconds:
 
     draft: float = 0.0
     verify: float = 0.0
+    hidden: float = 0.0  # of both, in which both ran
+
+    @property
+    def total(self) -> float:
+        return self.draft + self.verify - self.hidden
 
 
 @dataclass(frozen=True)

@@ -178,8 +178,8 @@ class SometimesOverlap(Overlap):
     def __init__(self, seed: int = 0) -> None:
         self.random = np.random.default_rng(seed)
 
-    def overlaps(self, view: BatchView, lengths: IntArray) -> bool:
-        return bool(self.random.random() < 0.7)
+    def chunks(self, view: BatchView, lengths: IntArray) -> IntArray | None:
+        return lengths if self.random.random() < 0.7 else None
 
 
 class RandomStops(RandomLengths):

@@ -13,7 +13,8 @@ from faser.errors import ConfigError
 from faser.models.transformer import Transformer
 from faser.policy import Fixed
 from faser.policy.overlap import Overlap
-from faser.runtime.cuda.device import CudaDevice
+from faser.runtime.build import build_engine
+from faser.runtime.cpu_device import CpuDevice
 from faser.types import Settling
 from tests.oracle import SEED, RandomLengths, RandomStops, SometimesOverlap, World, expected_output, make_request
 from tests.test_exactness import assert_equal, make_engine, make_requests, reference, serve
@@ -227,15 +228,11 @@ def test_pages_in_the_prefix_cache_hold_no_guess(pair):
 
 def test_where_there_is_one_lane_it_is_refused_and_a_typo_too():
     target = Transformer.random(CONFIGS["llama3"], 0)
-    options = EngineOptions(policy=Fixed(2), overlap="on", num_pages=40)
-    with pytest.raises(ConfigError, match="overlap=on: cuda"):
-        build(target, options)
+
+    class OneLane(CpuDevice):
+        name, can_overlap = "narrow", False
+
+    with pytest.raises(ConfigError, match="overlap=on: narrow drafts and verifies one after the other"):
+        build_engine(target, target, EngineOptions(policy=Fixed(2), overlap="on", num_pages=40), device=OneLane())
     with pytest.raises(ConfigError, match="overlap='yes'"):
         EngineOptions(overlap="yes")
-
-
-def build(target: Transformer, options: EngineOptions) -> None:
-    from faser.runtime.build import _Made, _make_overlap
-
-    made = _Made(target, target, Fixed(2), CudaDevice(), None, None, 0, 16)  # type: ignore[arg-type]
-    _make_overlap(made, options)

@@ -170,10 +170,12 @@ def build_engine(
 
 
 def _make_overlap(made: _Made, options: EngineOptions) -> Overlap | None:
-    """None where there is nothing to overlap: prompt lookup takes no time, and `auto` has nothing to go by yet."""
+    """None where there is nothing to overlap: prompt lookup takes no time."""
     if options.overlap == "on" and not made.device.can_overlap:
         raise ConfigError(f"overlap=on: {made.device.name} drafts and verifies one after the other; leave it out")
-    return Overlap() if options.overlap == "on" and made.draft_model is not None else None
+    if options.overlap == "off" or made.draft_model is None or not made.device.can_overlap:
+        return None
+    return Overlap(options.overlap)
 
 
 def _make_exits(made: _Made, options: EngineOptions, cost: ProfiledCost | None) -> EarlyExit | None:
@@ -298,6 +300,7 @@ def _measure(made: _Made, budget: float | None = None) -> tuple[Profile, float]:
         how=made.device.profiling,
         exit_layer=made.target.num_layers // 2,
         exit_candidates=candidates_of(made.target.config.vocab_size),
+        can_overlap=made.device.can_overlap,
     )
     started = perf_counter()
     with progress_bar("profiling") as update:

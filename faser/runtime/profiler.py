@@ -55,6 +55,7 @@ WARM_UP = 0.02  # of the time
 DECODED, MIXED, ALL = 0.55, 0.8, 1.0  # shares of the time that are spent when each kind of step is done
 LEAST_PROMPT_ROWS = 64
 EXIT_REQUESTS = (1, 4, 16, 64)
+OVERLAP_REQUESTS = (1, 4, 16, 64)
 MOST_BESIDE = 32  # requests that decode beside prompts
 HELD_OUT = 12  # random batches
 PERIOD = 8  # of the made-up tokens: they repeat, so that prompt lookup finds drafts
@@ -75,6 +76,7 @@ class Subject:
     how: Profiling
     exit_layer: int = 0  # of the target, after which an early exit looks at drafts; 0: there is none
     exit_candidates: tuple[int, ...] = (0,)  # how many it may compare them with
+    can_overlap: bool = False  # drafting, with verification
 
     @property
     def longest(self) -> int:
@@ -134,6 +136,7 @@ class Batch:
     draft_rows: IntArray  # likewise the last of num_tokens
     is_looked_at: bool = False  # its drafts are, between their tokens, and always found good enough to go on
     exits: ExitRule | None = None  # and by its points in the target, to no effect
+    overlaps: bool = False  # drafts of as many tokens are verified meanwhile, and those are
 
     @classmethod
     def decoding(cls, num_tokens: IntArray, lengths: IntArray, lag: IntArray | None = None) -> Batch:
@@ -282,6 +285,7 @@ class Measured:
     plan: StepPlan
     draft: float
     verify: float
+    total: float  # of both; less than their sum where they overlap
     steps: FloatArray  # seconds of the whole step, of each time they could be told
     host: FloatArray  # likewise, outside both models
 
@@ -292,6 +296,7 @@ class Measured:
             self.plan,
             min(self.draft, other.draft),
             min(self.verify, other.verify),
+            min(self.total, other.total),
             np.concatenate((self.steps, other.steps)),
             np.concatenate((self.host, other.host)),
         )
@@ -314,13 +319,15 @@ class _Steps:
         for result in self._execute(plans):
             times.append(self._clock())
             results.append(result)
-        draft, verify = (np.array([getattr(each.seconds, name) for each in results]) for name in ("draft", "verify"))
+        draft, verify, total = (
+            np.array([getattr(each.seconds, name) for each in results]) for name in ("draft", "verify", "total")
+        )
         # With the next step under way the time between two results is a step's; behind the last there is none.
         told = slice(1, -1) if self._runs_ahead(first) else slice(1, None)
         steps = np.diff(times)[told]
-        host = np.maximum(steps - (draft + verify)[told], 0.0)
+        host = np.maximum(steps - total[told], 0.0)
         plan = replace(again, lengths=results[-1].num_drafted)
-        return Measured(plan, float(draft.min()), float(verify.min()), steps, host)
+        return Measured(plan, float(draft.min()), float(verify.min()), float(total.min()), steps, host)
 
     def release(self) -> None:
         """Give all slots back. No step is without requests, so that one that is given back takes part."""
@@ -347,6 +354,9 @@ class _Steps:
         subject = self._subject
         admitted, self._admitted = self._admitted, ()
         draft_rows = batch.draft_rows if subject.has_draft_model else np.zeros_like(batch.draft_rows)
+        frontier = np.zeros_like(batch.lengths)
+        if batch.overlaps:
+            frontier, draft_rows = batch.lengths, np.minimum(draft_rows, 1)
         pages = self._pages(batch)
         return StepPlan(
             admitted=admitted,
@@ -356,19 +366,20 @@ class _Steps:
             start=batch.num_tokens - batch.num_rows,
             num_rows=batch.num_rows,
             lengths=batch.lengths,
-            frontier=np.zeros_like(batch.lengths),
-            draft_start=batch.num_tokens - draft_rows,
+            frontier=frontier,
+            draft_start=batch.num_tokens + frontier - draft_rows,
             draft_rows=draft_rows,
             unsettled=np.zeros(batch.num_tokens.size, dtype=np.bool_),
             target_pages=pages,
             draft_pages=pages if subject.has_draft_model else NO_WRITES,
             stopping=_never_stopping(batch) if batch.is_looked_at else None,
             exits=batch.exits,
+            overlaps=batch.overlaps,
         )
 
     def _pages(self, batch: Batch) -> PageWrites:
         """One request behind the other: a CPU hands out memory as pages are touched, and should hand out little."""
-        counts = -(-(batch.num_tokens + batch.lengths) // self._subject.page_size)
+        counts = -(-(batch.num_tokens + (1 + batch.overlaps) * batch.lengths) // self._subject.page_size)
         slots = np.repeat(np.arange(counts.size), counts)
         columns = np.arange(slots.size) - np.repeat(np.cumsum(counts) - counts, counts)
         return PageWrites(slots, columns, np.arange(slots.size) % self._subject.num_pages)
@@ -411,7 +422,13 @@ class _Rounds:
         for number, batches in enumerate(self._mixed, 1):
             samples.add(self._run(batches, DECODED + (MIXED - DECODED) * number / len(self._mixed), least=1))
         looks, (check, candidates) = self._stop_seconds(), self._exit_check()
-        return replace(samples.profile(about), stop_seconds=looks, exit_check=check, exit_candidates=candidates)
+        return replace(
+            samples.profile(about),
+            stop_seconds=looks,
+            exit_check=check,
+            exit_candidates=candidates,
+            overlap_share=self._overlap_share(),
+        )
 
     def errors(self, cost: ProfiledCost) -> dict[str, float]:
         """Of the held-out batches: the mean and the worst share by which predictions are wrong. Frees the slots."""
@@ -435,6 +452,24 @@ class _Rounds:
         plain = _alike(1, MORE, subject.contexts(1)[0])
         unseen, seen = (self._steps.run(replace(plain, is_looked_at=looked), max(TURNS)) for looked in (False, True))
         return max(0.0, float(seen.steps.min() - unseen.steps.min())) / (MORE - SOME)
+
+    def _overlap_share(self) -> Curve | None:
+        """Of the shorter of drafting and verification, what is left of it where both run at a time, by requests."""
+        subject = self._subject
+        if not (subject.can_overlap and subject.has_draft_model) or subject.longest < MORE:
+            return None
+        shares: dict[int, float] = {}
+        for size in OVERLAP_REQUESTS:
+            plain = _alike(size, MORE, subject.contexts(size)[0])
+            if size > subject.limits.max_running or not subject.has_room_for(plain) or self._spent() >= ALL:
+                break
+            apart, together = (
+                self._steps.run(replace(plain, overlaps=overlaps), max(TURNS)) for overlaps in (False, True)
+            )
+            short, long = sorted((apart.draft, apart.verify))
+            if short > 0:
+                shares[size] = max(0.0, (together.total - long) / short)
+        return Curve(tuple(shares), tuple(shares.values()), (0.0,) * len(shares)) if shares else None
 
     def _exit_check(self) -> tuple[Curve | None, int]:
         """Of an early exit's look at drafts, by their number: what a verification takes longer that has one.

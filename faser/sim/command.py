@@ -51,6 +51,7 @@ def make_machine(args: argparse.Namespace, profile: Profile) -> Machine:
         kv_tokens=args.kv_tokens if args.kv_tokens is not None or known is None else int(known),
         page_size=args.page_size,
         runs_ahead=not args.no_run_ahead,
+        overlap=args.overlap,
         noise=args.noise,
     )
 
@@ -71,5 +72,6 @@ def _about(args: argparse.Namespace, profile: Profile, machine: Machine) -> dict
         "max_batch_tokens": machine.max_batch_tokens,
         "kv_tokens": machine.num_pages * machine.page_size,
         "runs_ahead": machine.runs_ahead,
+        "overlap": machine.overlap,
         "noise": machine.noise or None,
     }

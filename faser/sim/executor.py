@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from faser.policy import MAX_LENGTH
 from faser.policy.stopping import Stopping, WatchedPlan
@@ -69,6 +70,7 @@ class SimExecutor:
         self._requests: IntArray = np.zeros(limits.max_running, dtype=np.int64)  # by slot
         self._num_prompt: IntArray = np.zeros(limits.max_running, dtype=np.int64)
         self._refused: IntArray = np.zeros(limits.max_running, dtype=np.int64)  # drafts of the slot's latest step
+        self._missed: NDArray[np.bool_] = np.zeros(limits.max_running, dtype=np.bool_)  # what it drafted is void
         self._nothing: IntArray = np.zeros(limits.max_running, dtype=np.int64)
         self._tokens: IntArray = np.zeros(limits.max_running * (MAX_LENGTH + 1), dtype=np.int64)
 
@@ -80,7 +82,7 @@ class SimExecutor:
         result = self._result(plan)
         spent = result.seconds
         started = max(self._time.now(), self._free_at)
-        self._free_at = started + spent.draft + spent.verify + self._cost.host
+        self._free_at = started + spent.total + self._cost.host
         self._flights.append((self._free_at, result))
 
     def collect(self) -> StepResult:
@@ -103,20 +105,23 @@ class SimExecutor:
     def _result(self, plan: StepPlan) -> StepResult:
         for new in plan.admitted:
             self._admit(new)
-        plan, planned = self._settled(plan), plan.lengths
+        plan = self._settled(plan)
+        planned = plan.judged
         confidence, num_looks = None, 0
         if plan.stopping is not None:
             drafted, confidence, num_looks = self._draft(plan, plan.stopping)
             plan = replace(plan, lengths=drafted)
-        accepted = self._judge(plan)
+        accepted, hits = self._judge(plan)
         self._refused[plan.slots] = planned - accepted
+        self._missed[plan.slots] = False if hits is None else ~hits
         result = StepResult(
             num_drafted=plan.lengths,
-            num_verified=plan.lengths,
+            num_verified=plan.judged,
             num_accepted=accepted,
             token_ids=self._tokens[: int(accepted.sum()) + int(np.count_nonzero(plan.samples))],
             seconds=self._seconds(plan, num_looks),
             confidence=confidence,
+            hits=hits,
         )
         if self._watch is not None:
             self._watch(plan, result)
@@ -133,15 +138,19 @@ class SimExecutor:
         if not plan.unsettled.any():
             return plan
         refused = np.where(plan.unsettled, self._refused[plan.slots], 0)
-        return replace(plan, num_tokens=plan.num_tokens - refused, start=plan.start - refused)
+        frontier = plan.frontier
+        if frontier.any():
+            frontier = np.where(plan.unsettled & self._missed[plan.slots], 0, frontier)
+        return replace(plan, num_tokens=plan.num_tokens - refused, start=plan.start - refused, frontier=frontier)
 
-    def _judge(self, plan: StepPlan) -> IntArray:
-        """How many drafts of each request are accepted."""
-        slots, lengths = plan.slots, plan.lengths
-        if not lengths.any():
-            return self._nothing[: slots.size]
-        accepted: IntArray = np.minimum(lengths, self._runs[slots, plan.num_tokens - self._num_prompt[slots]])
-        return accepted
+    def _judge(self, plan: StepPlan) -> tuple[IntArray, NDArray[np.bool_] | None]:
+        """How many drafts of each request are accepted, and, where drafting overlaps, whose new ones hold."""
+        slots, judged = plan.slots, plan.judged
+        if not (judged.any() or plan.overlaps):
+            return self._nothing[: slots.size], None
+        run = self._runs[slots, plan.num_tokens - self._num_prompt[slots]]
+        accepted: IntArray = np.minimum(judged, run)
+        return accepted, plan.samples & (run > judged) & (plan.lengths > 0) if plan.overlaps else None
 
     def _draft(self, plan: StepPlan, stopping: Stopping) -> tuple[IntArray, FloatArray, int]:
         """Token by token, as long as the plan's rule says so.
@@ -165,4 +174,4 @@ class SimExecutor:
     def _seconds(self, plan: StepPlan, num_looks: int) -> StepSeconds:
         seconds, factor = self._cost.parts(plan), self._noise()
         looks = num_looks * (self._cost.stop_seconds or 0.0)
-        return StepSeconds(factor * (seconds.draft + looks), factor * seconds.verify)
+        return StepSeconds(factor * (seconds.draft + looks), factor * seconds.verify, factor * seconds.hidden)

@@ -62,7 +62,7 @@ class _Watcher:
         alone = plan.of(decodes)
         alone = replace(alone, draft_rows=np.minimum(alone.draft_rows, 1))  # as if the drafts of all had kept up
         extra = self._cost.predict(plan) - (self._cost.predict(alone) if alone.slots.size else 0.0)
-        spent = result.seconds.draft + result.seconds.verify + self._cost.host
+        spent = result.seconds.total + self._cost.host
         count, drafted = int(np.count_nonzero(decodes)), int(plan.lengths.sum())
         self.steps.append(
             _Step(

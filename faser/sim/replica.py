@@ -11,6 +11,7 @@ from faser.engine import Engine
 from faser.errors import ConfigError, RequestTooLong
 from faser.pages import PagePool
 from faser.policy import Policy, make_policy
+from faser.policy.overlap import Overlap
 from faser.profile import Profile, ProfiledCost
 from faser.scheduler import Limits
 from faser.sim.clock import VirtualTime
@@ -32,6 +33,7 @@ class Machine:
     page_size: int = 16
     runs_ahead: bool = True  # the next step is planned while one runs
     noise: float = 0.0  # standard deviation of a step's seconds, as a share of them
+    overlap: str = "off"  # drafting with verification, as far as the profile knows what that takes
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_batch_tokens", "max_model_len", "kv_tokens", "page_size"):
@@ -110,6 +112,7 @@ def make_replica(machine: Machine, policy: str, oracle: Oracle, seed: int = 0, w
         speculates=_speculates(chosen),
         prefix_caching=False,
         cost=cost if goes_by_cost else None,
+        overlap=None if machine.overlap == "off" else Overlap(machine.overlap),
     )
     return Replica(Engine(scheduler, executor, time.now, cost), time)
 

@@ -12,7 +12,7 @@ from faser.engine import AsyncExecutor, Engine
 from faser.pages import PagePool
 from faser.policy import BatchView, make_policy
 from faser.policy.stopping import Stopping
-from faser.profile import ProfiledCost
+from faser.profile import Curve, ProfiledCost
 from faser.scheduler import Scheduler
 from faser.sim.clock import VirtualTime
 from faser.sim.executor import Noise, SimExecutor
@@ -104,6 +104,38 @@ def test_every_request_ends_with_all_its_tokens(policy, runs_ahead, concurrency)
     assert not any(record.error for record in run.records)
     assert sum(run.phases.values()) == pytest.approx(replica.time.now())
     assert not replica.engine.has_work
+    replica.engine.scheduler.check()
+
+
+@pytest.mark.parametrize("runs_ahead", [True, False])
+def test_what_overlaps_takes_the_longer_of_both_and_its_share_of_the_shorter(runs_ahead):
+    profile = replace(PROFILE, overlap_share=Curve((1,), (0.25,), (0.0,)))
+    # 1 token from the prompt; 1 from a step that drafts two; 2 from each that verifies one and drafts two, and the last
+    workload = Workload((one(output=6),))
+    run, replica = simulate(workload, "fixed:2", Known([1]), runs_ahead=runs_ahead, profile=profile, overlap="on")
+    (record,) = run.records
+    prompt = 0.010 + 4 * 0.002 + HOST
+    first = (0.005 + 5 * 0.001) + 0.002 + 0.25 * 0.009 + HOST  # the draft catches up: 12 ms beside 9
+    second = 0.010 + 0.25 * 0.005 + HOST
+    last = 0.010 + HOST  # there is no room for another draft
+    assert record.end == pytest.approx(prompt + first + second + last, abs=1e-12)
+    assert record.num_tokens == 6
+    stats = replica.engine.stats
+    assert (stats.chunks, stats.hits) == (2, 2)
+    assert stats.hidden_seconds == pytest.approx(0.75 * (0.009 + 0.005), abs=1e-9)
+
+
+@pytest.mark.parametrize("runs_ahead", [True, False])
+@pytest.mark.parametrize("policy", ["fixed:1", "fixed:4"])
+def test_with_overlap_every_request_ends_with_all_its_tokens(policy, runs_ahead):
+    workload = make_workload(60, rate=30.0, concurrency=5)
+    profile = replace(PROFILE, overlap_share=Curve((1,), (0.25,), (0.0,)))
+    run, replica = simulate(
+        workload, policy, Known([1, 1, 0, 1, 0]), runs_ahead=runs_ahead, profile=profile, overlap="on"
+    )
+    assert [record.num_tokens for record in run.records] == [item.max_tokens for item in workload.items]
+    assert 0 < replica.engine.stats.hits < replica.engine.stats.chunks
+    assert sum(run.phases.values()) == pytest.approx(replica.time.now())
     replica.engine.scheduler.check()
 
 

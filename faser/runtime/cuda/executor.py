@@ -368,6 +368,7 @@ class CudaExecutor:
             shape = _launch(target, shape, plan.num_rows + num_drafted, plan.start, int(judged.sum()))
         flight.told = self._refine(plan, judged, shape)
         requests = target.requests_of(shape)
+        flight.landing.marks.verified()
         if plan.overlaps:
             self._lane.join()
         judge(
@@ -598,7 +599,7 @@ class _Marks:
 
     def __init__(self, device: torch.device) -> None:
         make: Any = torch.cuda.Event
-        self._events = [make(enable_timing=True) for _ in range(3)] if device.type == "cuda" else []
+        self._events = [make(enable_timing=True) for _ in range(4)] if device.type == "cuda" else []
 
     def start(self) -> None:
         self._record(0)
@@ -606,17 +607,24 @@ class _Marks:
     def drafted(self) -> None:
         self._record(1)
 
-    def finished(self) -> None:
+    def verified(self) -> None:
         self._record(2)
+
+    def finished(self) -> None:
+        self._record(3)
 
     def wait(self, overlaps: bool = False) -> StepSeconds:
         """Until the device is there. What overlaps began together."""
         if not self._events:
             return StepSeconds()
-        self._events[2].synchronize()
-        spans = (0, 1), (0 if overlaps else 1, 2)
-        draft, verify = (self._events[i].elapsed_time(self._events[j]) / 1e3 for i, j in spans)
-        return StepSeconds(draft, verify)
+        self._events[3].synchronize()
+        if not overlaps:
+            return StepSeconds(self._between(0, 1), self._between(1, 3))
+        draft, verify = self._between(0, 1), self._between(0, 2)
+        return StepSeconds(draft, verify, draft + verify - self._between(0, 3))
+
+    def _between(self, first: int, last: int) -> float:
+        return float(self._events[first].elapsed_time(self._events[last])) / 1e3
 
     def _record(self, index: int) -> None:
         if self._events:
