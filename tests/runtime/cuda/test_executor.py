@@ -84,6 +84,18 @@ def chosen(target: Transformer, device: str) -> list[Request]:
     ]
 
 
+# Of the tests below that take an interpreter half a minute each, the ones it runs.
+INTERPRETED = {
+    ("some, twice", True), ("by place, before the first layer", False), ("by confidence alone", True),
+    ("against a shortlist", False), ("chunks of 3", False), ("any length", True),
+}  # fmt: skip
+
+
+def leave_most_to_the_gpu(device: str, runs: bool) -> None:
+    if device == "cpu" and not runs:
+        pytest.skip("slow in the interpreter, where others of its kind run")
+
+
 POLICIES = {
     "off": (None, None),
     "a draft model": ("model", Fixed(3)),
@@ -223,6 +235,7 @@ def test_synthetic_acceptance_is_what_was_asked_for(acceptance):
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("policy", ["chunks of 1", "chunks of 3", "any length"])
 def test_drafting_while_drafts_are_verified_changes_no_token(device, policy, ahead):
+    leave_most_to_the_gpu(device, (policy, ahead) in INTERPRETED)
     target = Transformer.random(replace(CONFIGS["llama3"], head_dim=16, num_layers=2), 0, std=0.3)
     requests = chosen(target, device)
     expected = reference(target, requests)
@@ -267,6 +280,7 @@ EXITS = {
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("exits", EXITS)
 def test_drafts_that_leave_early_change_no_token(device, exits, ahead):
+    leave_most_to_the_gpu(device, (exits, ahead) in INTERPRETED)
     target = Transformer.random(replace(CONFIGS["llama3"], head_dim=16, num_layers=3), 0, std=0.3)
     requests = chosen(target, device)
     expected = reference(target, requests)
