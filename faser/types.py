@@ -340,7 +340,7 @@ class StepPlan:
         missed = unsettled & settling.missed
         frontier = np.where(missed, 0, self.frontier)
         # what the draft computed holds as far as its tokens do: to the end of a frontier that is left
-        held = np.where(self.frontier > 0, ~missed, False)
+        held = (self.frontier > 0) & ~missed
         valid = np.where(held, self.draft_start, np.minimum(self.draft_start, num_tokens - 1 - settling.short))
         draft_start = np.where(unsettled, valid, self.draft_start)
         redone = unsettled & (self.draft_rows > 0)  # the draft always catches up with these
@@ -364,7 +364,11 @@ class StepPlan:
     @cached_property
     def judged(self) -> IntArray:
         """[B] the drafts that the target verifies."""
-        return self.frontier if self.overlaps else self.frontier + self.lengths
+        return self.judged_of(self.lengths)
+
+    def judged_of(self, num_drafted: IntArray) -> IntArray:
+        """Likewise where so many were drafted."""
+        return self.frontier if self.overlaps else self.frontier + num_drafted
 
     @cached_property
     def samples(self) -> NDArray[np.bool_]:

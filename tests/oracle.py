@@ -101,7 +101,7 @@ class OracleExecutor:
         assert plan.num_rows.min() > 0
         assert not (plan.lengths[~plan.samples]).any()
         num_drafted = np.array([self._draft(plan, i) for i in range(plan.slots.size)])
-        judged = plan.frontier if plan.overlaps else plan.frontier + num_drafted
+        judged = plan.judged_of(num_drafted)
         behind = self.history[plan.slots, np.minimum(plan.num_tokens + judged, self.history.shape[1] - 1)]
         emitted = [self._verify(plan, i, int(judged[i])) for i in range(plan.slots.size)]
         accepted = np.array([max(0, len(tokens) - 1) for tokens in emitted])

@@ -27,8 +27,7 @@ class TorchExecutor:
         """Lanes run inline: the draft goes first, so that it is there to be checked."""
         self._update_slots(plan)
         drafts = self._drafter.draft(plan) if self._drafter is not None else Drafts(plan.lengths)
-        judged = plan.frontier if plan.overlaps else plan.frontier + drafts.num_tokens
-        num_verified = self._sampler.num_valid(plan.slots, plan.num_tokens, judged)
+        num_verified = self._sampler.num_valid(plan.slots, plan.num_tokens, plan.judged_of(drafts.num_tokens))
         verdict = self._verifier.verify(plan, num_verified, drafts.confidence, drafts.num_tokens)
         return StepResult(
             num_drafted=drafts.num_tokens,

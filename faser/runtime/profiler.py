@@ -54,8 +54,7 @@ LEAST_DECODED = 5  # batches at both ends
 WARM_UP = 0.02  # of the time
 DECODED, MIXED, ALL = 0.55, 0.8, 1.0  # shares of the time that are spent when each kind of step is done
 LEAST_PROMPT_ROWS = 64
-EXIT_REQUESTS = (1, 4, 16, 64)
-OVERLAP_REQUESTS = (1, 4, 16, 64)
+MECHANISM_REQUESTS = (1, 4, 16, 64)  # that drafts are dropped or overlap for
 MOST_BESIDE = 32  # requests that decode beside prompts
 HELD_OUT = 12  # random batches
 PERIOD = 8  # of the made-up tokens: they repeat, so that prompt lookup finds drafts
@@ -453,22 +452,28 @@ class _Rounds:
         unseen, seen = (self._steps.run(replace(plain, is_looked_at=looked), max(TURNS)) for looked in (False, True))
         return max(0.0, float(seen.steps.min() - unseen.steps.min())) / (MORE - SOME)
 
+    def _some_drafting(self) -> Iterator[Batch]:
+        """Batches of a few sizes that draft alike, as far as there is room and time."""
+        subject = self._subject
+        for size in MECHANISM_REQUESTS:
+            batch = _alike(size, MORE, subject.contexts(size)[0])
+            if size > subject.limits.max_running or not subject.has_room_for(batch) or self._spent() >= ALL:
+                return
+            yield batch
+
     def _overlap_share(self) -> Curve | None:
         """Of the shorter of drafting and verification, what is left of it where both run at a time, by requests."""
         subject = self._subject
         if not (subject.can_overlap and subject.has_draft_model) or subject.longest < MORE:
             return None
         shares: dict[int, float] = {}
-        for size in OVERLAP_REQUESTS:
-            plain = _alike(size, MORE, subject.contexts(size)[0])
-            if size > subject.limits.max_running or not subject.has_room_for(plain) or self._spent() >= ALL:
-                break
+        for plain in self._some_drafting():
             apart, together = (
                 self._steps.run(replace(plain, overlaps=overlaps), max(TURNS)) for overlaps in (False, True)
             )
             short, long = sorted((apart.draft, apart.verify))
             if short > 0:
-                shares[size] = max(0.0, (together.total - long) / short)
+                shares[plain.lengths.size] = max(0.0, (together.total - long) / short)
         return Curve(tuple(shares), tuple(shares.values()), (0.0,) * len(shares)) if shares else None
 
     def _exit_check(self) -> tuple[Curve | None, int]:
@@ -480,14 +485,11 @@ class _Rounds:
         if not subject.exit_layer or subject.longest < MORE:
             return None, 0
         seconds: dict[int, list[float]] = {}  # by drafts: with each number of candidates
-        for size in EXIT_REQUESTS:
-            plain = _alike(size, MORE, subject.contexts(size)[0])
-            if size > subject.limits.max_running or not subject.has_room_for(plain) or self._spent() >= ALL:
-                break
+        for plain in self._some_drafting():
             points = [ExitPoint.by_rank(subject.exit_layer, 1, each) for each in subject.exit_candidates]
             looked = [replace(plain, exits=ExitRule((point,), is_trial=True)) for point in points]
             without, *with_it = (self._steps.run(batch, max(TURNS)).verify for batch in (plain, *looked))
-            seconds[size * MORE] = [each - without for each in with_it]
+            seconds[int(plain.lengths.sum())] = [each - without for each in with_it]
         if not seconds:
             return None, 0
         table = np.maximum.accumulate(np.maximum(list(seconds.values()), 0.0), axis=0)

@@ -228,8 +228,7 @@ class CudaExecutor:
                 yield
                 self._draft_on(flight, drafting)
             flight.landing.marks.drafted()
-        judged = flight.plan.frontier if flight.plan.overlaps else flight.plan.frontier + flight.num_drafted
-        flight.num_verified = self._prune(flight.plan, judged)
+        flight.num_verified = self._prune(flight.plan, flight.plan.judged_of(flight.num_drafted))
         exiting = None
         if flight.plan.exits is not None and flight.num_verified.any():
             exiting = Exiting(flight.plan.exits, flight.num_verified, int(flight.plan.num_rows.sum()))

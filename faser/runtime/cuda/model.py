@@ -67,15 +67,9 @@ class Shape:
         return self.num_wanted == self.num_rows
 
 
-def verification(num_rows: int, rows_per_request: int) -> Shape | None:
+def verification(num_rows: int, rows_per_request: int, sizes: Sequence[int] = ROW_BUCKETS) -> Shape | None:
     """The graph for requests whose rows are all sampled from; None if none has as many."""
-    rows, each = _least(ROW_BUCKETS, num_rows), _least(ROWS_PER_REQUEST, rows_per_request)
-    return Shape(rows, rows, each, rows) if rows is not None and each is not None else None
-
-
-def part(num_rows: int, rows_per_request: int) -> Shape | None:
-    """Likewise for verifications that may stop midway."""
-    rows, each = _least(PART_BUCKETS, num_rows), _least(ROWS_PER_REQUEST, rows_per_request)
+    rows, each = _least(sizes, num_rows), _least(ROWS_PER_REQUEST, rows_per_request)
     return Shape(rows, rows, each, rows) if rows is not None and each is not None else None
 
 
@@ -273,7 +267,7 @@ class CudaModel:
 
     def part_shape(self, num_rows: int, rows_per_request: int) -> Shape | None:
         """The graphs of a verification of so many rows that may stop midway; None if none has as many."""
-        shape = part(num_rows, rows_per_request)
+        shape = verification(num_rows, rows_per_request, PART_BUCKETS)
         if shape is None or shape.num_rows > self.standing.shape[1] or not self.has_graph_of(shape):
             return None
         return shape
