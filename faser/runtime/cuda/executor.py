@@ -450,7 +450,7 @@ class CudaExecutor:
         return told
 
     def _sample_on_host(self, rows: _Judged, shape: Shape, told: _Told) -> None:
-        where = torch.from_numpy(rows.places).to(self._packed.device)
+        where = self._places(rows)
         logits = self._target.logits_of(shape, where).cpu()
         said = self._sampler.sample(logits, rows.slots, rows.positions)
         self._target.choices.tokens[where] = torch.from_numpy(said.astype(np.int32)).to(where.device)
@@ -461,6 +461,11 @@ class CudaExecutor:
             if answer is not None:
                 told.logprobs.setdefault(owner, []).append(answer)
 
+    def _places(self, rows: _Judged) -> torch.Tensor:
+        """Where they are among the wanted rows [S]: fewer may lie before them than the host thinks (`settle`)."""
+        owners, offsets = send(np.stack([rows.owners, rows.offsets]), self._packed.device)
+        return self._target.rows.cu_wanted[owners] + offsets
+
     def _sample_filtered(self, rows: _Judged, shape: Shape, told: _Told) -> None:
         """Rows to be filtered come first and rows whose log-probabilities are asked for last: each lie side by side."""
         changed = self._filters.changes(rows.slots, rows.positions)
@@ -470,7 +475,7 @@ class CudaExecutor:
         num_best, size = int(counts.max()), self._refined.tokens.shape[0]
         for first in range(0, order.size, size):
             some = order[first : first + size]
-            where = send(rows.places[some], self._packed.device)
+            where = self._places(rows[some])
             logits = self._target.logits_of(shape, where)
             num_changed, asking = int(changed[some].sum()), some[counts[some] >= 0]
             if num_changed:
@@ -523,7 +528,7 @@ class _Judged:
 
     owners: IntArray  # index in the plan
     offsets: IntArray  # row within its owner
-    places: IntArray  # row among all that are judged
+    places: IntArray  # row among all that are judged, if none is void
     slots: IntArray
     positions: IntArray
 

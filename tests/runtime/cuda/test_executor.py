@@ -265,6 +265,20 @@ def test_frontiers_are_settled_on_the_device(device, kind, ahead):
         assert engine.stats.hits == engine.stats.chunks > 0
 
 
+def test_rows_to_be_filtered_are_found_behind_frontiers_that_were_missed(device):
+    """A plan made ahead has fewer rows than it says; requests with filters join while others' chunks are in flight."""
+    target = Transformer.random(replace(CONFIGS["llama3"], head_dim=16, num_layers=1), 0, std=0.3)
+    plain = next(r for r in make_requests(target.config) if r.id == "greedy")
+    plain = replace(plain, params=replace(plain.params, max_tokens=16), stop_ids=frozenset())
+    filtered = replace(plain, params=SamplingParams(max_tokens=1, logit_bias={7: 100.0}))
+    joining = {f"filtered {step}": step for step in range(2, 8)}
+    requests = [plain, *(replace(filtered, id=name) for name in joining)]
+    engine = make_engine(device, target, make_draft(target), Fixed(3), ahead=True, overlap="on")
+    outcome = serve(engine, requests, {plain.id: 0, **joining})
+    assert outcome.tokens == reference(target, requests).tokens
+    assert 0 < engine.stats.hits < engine.stats.chunks
+
+
 EXITS = {
     "nearly everything at the first layer": ExitRule((ExitPoint.by_rank(1, 1),)),
     "some, twice": ExitRule((ExitPoint.by_rank(1, 20), ExitPoint.by_rank(2, 6))),
