@@ -10,9 +10,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from faser.bench.records import Workload
+from faser.bench.systems import PolicySystem, Stopped
 from faser.policy.adaptive import DEPTH, Adaptive
 from faser.policy.base import BatchView
+from faser.policy.early_exit import EarlyExit
 from faser.policy.estimates import expected_tokens, seconds_by_length
+from faser.policy.overlap import Overlap
 from faser.types import IntArray
 
 
@@ -31,6 +35,20 @@ LADDER = {
     "+ confidence": Parts(per_request=True, ragged=True, looks=True),
     "+ off": Parts(per_request=True, ragged=True, looks=True, may_be_off=True),
 }
+
+
+@dataclass(frozen=True)
+class Rung(PolicySystem):
+    """A policy with some of an engine's mechanisms."""
+
+    base: str
+    exits: EarlyExit | None
+    overlap: Overlap | None
+
+    def warm_up(self, workload: Workload, size: int, stopped: Stopped) -> None:
+        """Also sets what is played next."""
+        self.engine.exits, self.engine.scheduler.overlap = self.exits, self.overlap
+        PolicySystem(self.engine, self.base, self.temperature).warm_up(workload, size, stopped)
 
 
 class Ablated(Adaptive):

@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from faser.bench.summary import Slo
     from faser.bench.systems import Loaded, PolicySystem
     from faser.bench.workload import Vocabulary, WorkloadOptions
+    from faser.engine import Engine
 
 DEFAULTS: dict[str, Any] = {
     "policies": ("off", "fixed:2", "fixed:4"), "vllm_lengths": (0, 2), "loads": (0.2, 0.5, 0.8, 1.1, 1.5),
@@ -256,7 +257,26 @@ def run_faser(args: argparse.Namespace, journal: Journal) -> None:
         played = make_plan(args, journal, off, vocabulary_of(args, loaded))
         runs.document = replace(runs.document, workload=played)
     runs.save()
-    play_faser(runs, [PolicySystem(loaded.engine, name, 0.0) for name in args.policies])
+    systems = [PolicySystem(loaded.engine, name, 0.0) for name in args.policies]
+    play_faser(runs, ladder(loaded.engine, args.policies) if args.mechanisms else systems)
+
+
+def ladder(engine: Engine, policies: Iterable[str]) -> list[PolicySystem]:
+    """Policies by themselves; then `faser`, one mechanism more each time.
+
+    The last two overlap as the engine does by itself, and wherever anybody drafts.
+    """
+    from benchmarks.ablation import Rung
+    from faser.policy.overlap import Overlap
+
+    exits = engine.exits
+    alone = [Rung(engine, name, 0.0, name, None, None) for name in policies]
+    rungs = {
+        "+ early exit": (exits, None),
+        "+ overlap": (exits, engine.scheduler.overlap),
+        "+ overlap on": (exits, Overlap("on", leads=True)),
+    }
+    return [*alone, *(Rung(engine, name, 0.0, "faser", *parts) for name, parts in rungs.items())]
 
 
 def play_faser(runs: FaserRuns, systems: Sequence[PolicySystem]) -> None:
@@ -578,6 +598,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--vllm-lengths", type=lengths, help="of vLLM's drafts; each takes a start of it (0,2)")
     add("--policies", type=words, help="of FASER (off,fixed:2,fixed:4)")
+    add("--mechanisms", action="store_true", help="policies by themselves, and `faser` with early exit and overlap")
     add("--trace", default="azure-conv", help="as in faser bench (azure-conv)")
     add("--loads", type=numbers, help="of the saturation rate (0.2,0.5,0.8,1.1,1.5)")
     add("--rate", type=positive, help="the saturation rate, requests per second (measured)")

@@ -2,12 +2,18 @@
 
 A closed batch decodes with random weights of real shapes, which cost what trained ones do, and drafts are accepted with
 given chances whatever they say (on a CPU as they are). For every batch and chance: the best fixed length without
-overlap, the best chunk with it, and `faser` without and with `auto`; milliseconds per token, how often a chunk held,
-how much of the drafting was hidden. Before them what the profile says of both at a time: of the shorter of drafting and
-verification, the share that is not hidden.
+overlap; the best with it, where a request that missed rides (`ride`), where it drafts anew first (`lead`), and where
+branches are drafted for other outcomes, too (`branch`, with --guesses for every token that may be the last, one of
+which is right with the chance --adoption); on the split of the device that the profile finds best for the batch; and
+`faser` without and with `auto`. Milliseconds per token, how often there was a next frontier, and what overlapping saved
+of a step that drafts as much.
+
+Before them what the profile says of both at a time, by split and requests: seconds of each alone on its part of the
+device, of both together, and the share of the shorter that is not hidden.
 
     python3 -m benchmarks.overlap [--target llama-8b] [--draft llama-1b] [--batches 1,4,16,64]
-        [--acceptance 0.6,0.75,0.9,0.95] [--lengths 1,2,3,4,6] [--output 128] [--budget-seconds 500]
+        [--acceptance 0.6,0.75,0.9,0.95] [--lengths 1,3,5,7] [--guesses 2] [--adoption 0.5] [--output 128]
+        [--budget-seconds 500]
     python3 -m benchmarks.overlap --tiny --device cpu      # tiny models: does it all run?
 
 The last line is one JSON document; it is also $OUT/overlap-TARGET-DRAFT.json (else there is none).
@@ -19,20 +25,23 @@ import argparse
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.cuda_steps import make_model, run_batch
 from faser.config import EngineOptions
 from faser.engine import Engine
 from faser.models.config import ModelConfig
 from faser.models.transformer import Transformer
-from faser.policy import Fixed, Policy, make_policy
-from faser.policy.overlap import Overlap
-from faser.profile import ProfiledCost
+from faser.policy import BatchView, Fixed, Policy, make_policy
+from faser.policy.overlap import Chunks, Overlap
+from faser.profile import Beside, ProfiledCost
 from faser.runtime.build import build_engine
 from faser.runtime.device import make_device
+from faser.types import IntArray
 from tools.inflate import SHAPES
 
 PROMPT = 128
@@ -47,21 +56,50 @@ class Line:
     acceptance: float | None  # of each draft; None: as they are
     batch: int
     policy: str
-    overlap: str
+    overlap: str  # off, ride, lead, branch or auto
     ms_per_token: float
     tokens_per_step: float
     step_ms: float
     hit_rate: float  # of the chunks drafted beside a verification
-    hidden_ms: float  # of a step's drafting
+    split: int  # SMs of the drafting, in most steps that overlapped
+    overlapped: float  # the share of steps
 
 
-def measure(engine: Engine, policy: Policy, overlap: str, acceptance: float | None, batch: int, output: int) -> Line:
-    engine.scheduler.policy = policy
-    engine.scheduler.overlap = None if overlap == "off" else Overlap(overlap)
-    run_batch(engine, batch, PROMPT, max(16, output // 4))
+class Watched(Overlap):
+    """Counts what was chosen."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.splits: Counter[int] = Counter()
+
+    def chunks(self, view: BatchView, lengths: IntArray) -> Chunks | None:
+        found = super().chunks(view, lengths)
+        if found is not None:
+            self.splits[found.draft_sms] += 1
+        return found
+
+
+def measure(
+    engine: Engine, policy: Policy, overlap: str, acceptance: float | None, batch: int, args: argparse.Namespace
+) -> Line:
+    output = args.output
+    cost = engine.cost if isinstance(engine.cost, ProfiledCost) else None
+    split = best_split(cost, batch)
+    how = {
+        "auto": lambda: Watched("auto"),
+        "ride": lambda: Watched("on", draft_sms=split),
+        "lead": lambda: Watched("on", leads=True, draft_sms=split),
+        "branch": lambda: Watched("on", leads=True, outcomes=args.guesses, draft_sms=split),
+    }
+    chooser = how[overlap]() if overlap in how else None
+    engine.scheduler.policy, engine.scheduler.overlap = policy, chooser
+    run_batch(engine, batch, PROMPT, max(12, output // 4))
     before = replace(engine.stats)
+    if chooser is not None:
+        chooser.splits.clear()
     found = run_batch(engine, batch, PROMPT, output)
     stats = engine.stats
+    splits = chooser.splits if chooser is not None else Counter[int]()
     return Line(
         acceptance,
         batch,
@@ -71,46 +109,67 @@ def measure(engine: Engine, policy: Policy, overlap: str, acceptance: float | No
         found["tokens_per_step"],
         found["step_ms"],
         (stats.hits - before.hits) / max(1, stats.chunks - before.chunks),
-        1e3 * (stats.hidden_seconds - before.hidden_seconds) / max(1, stats.steps - before.steps),
+        splits.most_common(1)[0][0] if splits else 0,
+        splits.total() / max(1, stats.steps - before.steps),
     )
+
+
+def best_split(cost: ProfiledCost | None, batch: int) -> int:
+    """SMs of the drafting where the least is left of the shorter part."""
+    besides = cost.profile.besides if cost is not None else ()
+    return min(besides, key=lambda each: float(each.share(batch, 0.0))).draft_sms if besides else 0
 
 
 def play(engine: Engine, args: argparse.Namespace) -> Iterator[Line]:
     for acceptance in args.acceptance:
         if acceptance is not None:
             engine.executor._acceptance.fill_(acceptance)  # type: ignore[attr-defined]
+            engine.executor._adoption.fill_(args.adoption)  # type: ignore[attr-defined]
         for batch in args.batches:
-            kinds = [(Fixed(length), "off") for length in args.lengths] + [(Fixed(c), "on") for c in args.lengths]
+            kinds = [(Fixed(length), how) for how in ("off", "lead") for length in args.lengths]
+            kinds += [(Fixed(max(args.lengths)), how) for how in ("ride", "branch")]
             kinds += [(make_policy("faser"), "off"), (make_policy("faser"), "auto")]
             for policy, overlap in kinds:
                 if time.time() > args.until:
                     print("no time left for the rest", flush=True)
                     return
-                yield measure(engine, policy, overlap, acceptance, batch, args.output)
+                yield measure(engine, policy, overlap, acceptance, batch, args)
 
 
 def render(lines: Sequence[Line]) -> str:
-    """Best against best."""
-    text = [
-        "accepted  batch   without: best, faser   with: best (hits, hidden ms), auto      best / best   auto / faser"
-    ]
+    """Best against best; behind each how many times as fast it is, hits, saved milliseconds, SMs of the drafting."""
+    text = ["accepted  batch  without: best, faser | ride | lead | branch | auto (share of steps)"]
     for acceptance, batch in dict.fromkeys((line.acceptance, line.batch) for line in lines):
         some = [line for line in lines if (line.acceptance, line.batch) == (acceptance, batch)]
-        apart, together = (
-            min((line for line in some if line.overlap == kind and line.policy != "faser"), key=_ms, default=None)
-            for kind in ("off", "on")
-        )
+        fixed = {
+            kind: min(each, key=_ms)
+            for kind in ("off", "ride", "lead", "branch")
+            if (each := [line for line in some if line.overlap == kind and line.policy != "faser"])
+        }
         plain, auto = (next((x for x in some if x.policy == "faser" and x.overlap == o), None) for o in ("off", "auto"))
-        if apart is None or together is None or plain is None or auto is None:
+        if len(fixed) < 4 or plain is None or auto is None:
             continue
+        apart = fixed.pop("off")
+        ways = " | ".join(
+            f"{each.ms_per_token:.3f} {each.policy} {_times(apart, each)} ({100 * each.hit_rate:.0f} %, "
+            f"{saved(some, each):.2f}, {each.split})"
+            for each in fixed.values()
+        )
         chance = "–" if acceptance is None else f"{acceptance:g}"
         text.append(
-            f"{chance:>8}  {batch:5}   {apart.ms_per_token:6.3f} {apart.policy}, "
-            f"{plain.ms_per_token:6.3f}   {together.ms_per_token:6.3f} {together.policy} "
-            f"({100 * together.hit_rate:.0f} %, {together.hidden_ms:.2f}), {auto.ms_per_token:6.3f}   "
-            f"{apart.ms_per_token / together.ms_per_token:10.3f}   {plain.ms_per_token / auto.ms_per_token:10.3f}"
+            f"{chance:>8}  {batch:5}  {apart.ms_per_token:.3f} {apart.policy}, {plain.ms_per_token:.3f} | {ways} | "
+            f"{auto.ms_per_token:.3f} {_times(plain, auto)} ({100 * auto.overlapped:.0f} %)"
         )
     return "\n".join(text)
+
+
+def saved(lines: Sequence[Line], line: Line) -> float:
+    """Milliseconds of a step, against one that drafts as much and then verifies."""
+    return next(x.step_ms for x in lines if x.overlap == "off" and x.policy == line.policy) - line.step_ms
+
+
+def _times(before: Line, after: Line) -> str:
+    return f"{before.ms_per_token / after.ms_per_token:.3f}×"
 
 
 def _ms(line: Line) -> float:
@@ -134,6 +193,12 @@ def build(args: argparse.Namespace) -> Engine:
     return build_engine(target, draft, options, device=device)
 
 
+def told(beside: Beside) -> Iterator[str]:
+    for i, size in enumerate(beside.share.rows):
+        draft, verify, both = (1e3 * each.seconds[i] for each in (beside.draft, beside.verify, beside.together))
+        yield f"{size}: {draft:.2f} and {verify:.2f} ms, together {both:.2f}, share {beside.share.seconds[i]:.2f}"
+
+
 def numbers(text: str) -> list[int]:
     return [int(each) for each in text.split(",")]
 
@@ -143,7 +208,9 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--target", default="llama-8b", choices=SHAPES)
     parser.add_argument("--draft", default="llama-1b", choices=SHAPES)
     parser.add_argument("--batches", type=numbers, default=[1, 4, 16, 64])
-    parser.add_argument("--lengths", type=numbers, default=[1, 2, 3, 4, 6])
+    parser.add_argument("--lengths", type=numbers, default=[1, 3, 5, 7])
+    parser.add_argument("--guesses", type=int, default=2)
+    parser.add_argument("--adoption", type=float, default=0.5)
     parser.add_argument("--acceptance", default="0.6,0.75,0.9,0.95")
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--budget-seconds", type=float, default=500.0)
@@ -155,10 +222,9 @@ def main(given: Sequence[str] | None = None) -> None:
     if args.tiny:
         args.batches, args.lengths, args.output = [1, 2], [1, 3], 32
     engine = build(args)
-    share = engine.cost.profile.overlap_share if isinstance(engine.cost, ProfiledCost) else None
-    if share is not None:
-        shares = zip(share.rows, share.seconds, strict=True)
-        print("share not hidden, by requests: " + ", ".join(f"{rows}: {each:.2f}" for rows, each in shares), flush=True)
+    besides = engine.cost.profile.besides if isinstance(engine.cost, ProfiledCost) else ()
+    for beside in besides:
+        print(f"drafting on {beside.draft_sms or 'all'} SMs: " + ", ".join(told(beside)), flush=True)
     lines = []
     for line in play(engine, args):
         lines.append(line)
@@ -168,9 +234,13 @@ def main(given: Sequence[str] | None = None) -> None:
             flush=True,
         )
     print(render(lines))
-    shown = None if share is None else asdict(share)
     document = json.dumps(
-        {"target": args.target, "draft": args.draft, "share": shown, "lines": list(map(asdict, lines))}
+        {
+            "target": args.target,
+            "draft": args.draft,
+            "besides": list(map(asdict, besides)),
+            "lines": list(map(asdict, lines)),
+        }
     )
     if "OUT" in os.environ:
         (Path(os.environ["OUT"]) / f"overlap-{args.target}-{args.draft}.json").write_text(document + "\n")

@@ -69,8 +69,7 @@ def _add_mechanisms(engine: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     engine.add_argument(
         "--overlap", choices=("auto", "on", "off"), default="auto",
-        help="draft on while the drafts before are verified: where by the profile it pays (default), always (on a CPU "
-        "only), never",
+        help="draft on while the drafts before are verified: where by the profile it pays (default), always, never",
     )  # fmt: skip
 
 

@@ -134,7 +134,9 @@ class Engine:
         flight = self._flights.popleft()
         plan, exits = flight.plan, flight.exits
         result = self._async.collect() if self._async else self.executor.execute(_with_exits(plan, exits))
+        settled = self.scheduler.settled
         progress = self.scheduler.commit(plan, result)
+        plan = settled
         ended = self._clock()
         # A step planned ahead began, as far as anybody waited for it, when the one before it ended.
         started = max(flight.started, self._landed)
@@ -149,6 +151,8 @@ class Engine:
         if exits is None or not exits.is_trial:  # no other step takes as long as a trial
             self.cost.learn(plan, result.seconds, ended - started)
         self._teach(plan, result, ended - started)
+        if result.adopted is not None and self.scheduler.overlap is not None:
+            self.scheduler.overlap.learn(plan, result)
         self.stats.record(plan, result, progress, started=started, planned=planned, ended=ended, predicted=predicted)
         return progress
 
@@ -157,8 +161,9 @@ class Engine:
         if hasattr(policy, "learn") and samples.any():  # a Learner; isinstance would take 14 µs of every step
             prompt_rows = int(plan.num_rows.sum()) - int(samples.sum())
             lengths, accepted = result.num_drafted, result.num_accepted
-            if result.hits is not None:  # the frontier was judged, and the first draft behind it
-                lengths, accepted = plan.frontier + (lengths > 0), accepted + result.hits
+            if result.hits is not None:  # some drafts were judged, and the first behind them
+                lengths = plan.judged_of(lengths) + (plan.chunks_of(lengths) > 0)
+                accepted = accepted + (result.hits if result.adopted is None else result.hits & ~result.adopted)
             policy.learn(
                 Outcome(
                     slots=plan.slots[samples],

@@ -60,7 +60,7 @@ class Curve:
 
     @property
     def most_rows(self) -> int:
-        """The largest size of a stepped curve; more rows than that it does not run."""
+        """The largest measured; more than that a stepped curve does not run."""
         return self.rows[-1]
 
     @cached_property
@@ -97,6 +97,30 @@ NOTHING = Curve((1,), (0.0,), (0.0,))
 
 
 @dataclass(frozen=True)
+class Beside:
+    """Drafting beside a verification on a device that is shared in one way; all by requests."""
+
+    draft_sms: int  # that drafting has to itself; 0: all are shared
+    draft: Curve  # seconds on its part of the device, while nothing else runs
+    verify: Curve  # likewise
+    together: Curve  # of both, when both run
+    share: Curve  # by which that is more than the longer of both on the whole device, of the shorter
+
+    @classmethod
+    def of(cls, draft_sms: int, batches: Mapping[int, tuple[StepSeconds, StepSeconds, float]]) -> Beside:
+        """By requests: both after one another on the whole device and on their parts, and the seconds of both at once.
+
+        A step may be shorter than the longer of both on the whole device, as far as parts of it suffice.
+        """
+        columns = []
+        for apart, alone, together in batches.values():
+            short, long = sorted((apart.draft, apart.verify))
+            columns.append((alone.draft, alone.verify, together, max(0.0, (together - long) / short)))
+        none = (0.0,) * len(batches)
+        return cls(draft_sms, *(Curve(tuple(batches), each, none) for each in zip(*columns, strict=True)))
+
+
+@dataclass(frozen=True)
 class Profile:
     """The forwards of a target and its draft. A draft without a model has NOTHING for its curves."""
 
@@ -110,9 +134,8 @@ class Profile:
     stop_seconds: float | None = None  # of a look at a draft between two of its tokens; None: it cannot be looked at
     exit_check: Curve | None = None  # of an early exit's look at so many drafts, going on included; None: there is none
     exit_candidates: int = 0  # that it compares them with; 0: the whole vocabulary
-    # of the shorter of drafting and verification, the share by which a step is longer than the longer one where they
-    # overlap, by requests; None: they cannot
-    overlap_share: Curve | None = None
+    besides: tuple[Beside, ...] = ()  # ways to draft beside a verification
+    await_seconds: float = 0.0  # of a step that does not begin before the one before it is known, more than of others
     # of configurations it was not made from: share of the seconds, mean and worst
     errors: Mapping[str, float] = field(default_factory=dict)
 
@@ -138,14 +161,15 @@ class Profile:
         try:
             curves = {name: _curve_of(given[name]) for name in CURVES}
             errors = {str(name): float(error) for name, error in given["errors"].items()}
-            looks, check, share = given["stop_seconds"], given.get("exit_check"), given.get("overlap_share")
+            looks, check = given["stop_seconds"], given.get("exit_check")
             return cls(
                 dict(given["about"]),
                 host=float(given["host"]),
                 stop_seconds=None if looks is None else float(looks),
                 exit_check=None if check is None else _curve_of(check),
                 exit_candidates=int(given.get("exit_candidates", 0)),
-                overlap_share=None if share is None else _curve_of(share),
+                besides=tuple(_beside_of(each) for each in given.get("besides", ())),
+                await_seconds=float(given.get("await_seconds", 0.0)),
                 errors=errors,
                 **curves,
             )
@@ -175,6 +199,11 @@ def _curve_of(given: Mapping[str, Any]) -> Curve:
         tuple(map(float, given["per_token"])),
         int(given["stepped_to"]),
     )
+
+
+def _beside_of(given: Mapping[str, Any]) -> Beside:
+    curves = {name: _curve_of(given[name]) for name in ("draft", "verify", "together", "share")}
+    return Beside(int(given["draft_sms"]), **curves)
 
 
 class Work(NamedTuple):
@@ -221,11 +250,16 @@ class Cost(Protocol):
         ...
 
     @property
-    def can_overlap(self) -> bool:
-        """Whether it is known what a step takes in which drafting overlaps with verification."""
+    def splits(self) -> tuple[int, ...]:
+        """SMs that drafting may have to itself beside a verification (0: none), as far as it is known what it takes."""
         ...
 
-    def hidden(self, draft: float, verify: float, requests: int) -> float:
+    @property
+    def await_seconds(self) -> float:
+        """Of a step that does not begin before the one before it is known, more than of others."""
+        ...
+
+    def hidden(self, draft: float, verify: float, requests: int, draft_sms: int = 0) -> float:
         """Of so many seconds of both for so many requests, those that overlapping hides."""
         ...
 
@@ -249,6 +283,8 @@ class ProfiledCost:
         self.profile = profile
         self._target_factor = self._draft_factor = 1.0
         self._host = profile.host
+        self._await, self._num_awaited = profile.await_seconds, 4  # the profile counts as so many steps
+        self._shares = {each.draft_sms: each.share for each in profile.besides}
         sizes = profile.verify.rows if profile.verify.is_stepped else ()
         self._row_sizes: IntArray = np.array(sizes, dtype=np.int64)
         # more rows than graphs have run as prompts do
@@ -270,8 +306,12 @@ class ProfiledCost:
         return self.profile.stop_seconds
 
     @property
-    def can_overlap(self) -> bool:
-        return self.profile.overlap_share is not None
+    def splits(self) -> tuple[int, ...]:
+        return tuple(self._shares)
+
+    @property
+    def await_seconds(self) -> float:
+        return self._await
 
     @property
     def factors(self) -> tuple[float, float]:
@@ -299,21 +339,33 @@ class ProfiledCost:
         """Seconds of both models in the step."""
         draft, verify = self._of_plan(plan)
         draft, verify = self._draft_factor * draft, self._target_factor * verify
-        hidden = self.hidden(draft, verify, int(np.count_nonzero(plan.lengths))) if plan.overlaps else 0.0
+        hidden = 0.0
+        if plan.overlaps and plan.lengths.any():
+            beside = draft * (1 - int(plan.lead.max(initial=0)) / int(plan.lengths.max()))
+            hidden = self.hidden(beside, verify, int(np.count_nonzero(plan.lengths)), plan.draft_sms)
         return StepSeconds(draft, verify, hidden)
 
     def predict(self, plan: StepPlan) -> float:
         """Seconds of the step."""
-        return self.parts(plan).total + self._host
+        return self.parts(plan).total + self._host + (self._await if plan.waits else 0.0)
 
-    def hidden(self, draft: float, verify: float, requests: int) -> float:
-        """Of so many seconds of both for so many requests, those that overlapping hides; negative where it slows."""
-        share = self.profile.overlap_share
-        return 0.0 if share is None else min(draft, verify) * (1 - float(share(requests, 0.0)))
+    def hidden(self, draft: float, verify: float, requests: int, draft_sms: int = 0) -> float:
+        """Of so many seconds of both for so many requests, those that overlapping hides; negative where it slows.
+
+        None, for more requests than were measured.
+        """
+        share = self._shares.get(draft_sms)
+        if share is None or requests > share.most_rows:
+            return 0.0
+        return min(draft, verify) * (1 - float(share(requests, 0.0)))
 
     def learn(self, plan: StepPlan, spent: StepSeconds, seconds: float) -> None:
         """Take in how long a step really took, by its parts where they were measured; one that overlapped says less."""
         if plan.overlaps:
+            if plan.waits and spent.total > 0:
+                more = min(max(seconds - spent.total - self._host, 0.0), seconds / 2)
+                self._num_awaited += 1
+                self._await += max(1 / self._num_awaited, 1 - FADING) * (more - self._await)
             return
         draft, verify = self._of_plan(plan)
         if verify > 0 and spent.verify > 0:

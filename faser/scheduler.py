@@ -37,10 +37,11 @@ from numpy.typing import NDArray
 from faser.errors import EngineError, InvalidRequest, RequestTooLong
 from faser.pages import NO_WRITES, PagePool, page_hash
 from faser.policy import MAX_LENGTH, BatchView, Policy
-from faser.policy.overlap import Overlap
+from faser.policy.overlap import Chunks, Overlap
 from faser.policy.stopping import Stopping
 from faser.profile import Cost
 from faser.types import (
+    NONE,
     Admission,
     Finish,
     FinishReason,
@@ -95,6 +96,16 @@ class _Flight:
     settled: StepPlan  # the same, when what was unsettled in it is known
     names: NDArray[np.bool_]  # by slot, whether it is part of the plan
     advanced: bool = False
+
+
+@dataclass(frozen=True)
+class _Drafting:
+    """What decoding requests draft in a step: arrays [B]."""
+
+    lengths: IntArray
+    lead: IntArray  # of these, those that the step verifies
+    rows: IntArray  # that the draft computes first
+    chunks: Chunks | None  # None: drafting and verification do not overlap
 
 
 class Scheduler:
@@ -211,10 +222,15 @@ class Scheduler:
         """Count on what the one plan in flight will bring: a token for each that samples, and all drafts accepted."""
         (flight,) = self._flights
         plan = flight.settled
-        hits = (plan.lengths > 0) & plan.overlaps
+        hits = (plan.chunks_of(plan.lengths) > 0) & plan.overlaps
         self._move(plan, np.where(plan.samples, plan.judged + 1, 0), plan.lengths, hits)
         self._unsettled[plan.slots] = (plan.judged > 0) | hits
         flight.advanced = True
+
+    @property
+    def settled(self) -> StepPlan:
+        """The oldest plan in flight, as it stands now that all before it are committed."""
+        return self._flights[0].settled
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Progress]:
         """Take in what a step produced: tokens, computed rows, full pages, ends."""
@@ -241,7 +257,7 @@ class Scheduler:
             self._accepted[slots] += result.num_accepted
             self._judged[slots] += np.minimum(result.num_accepted + 1, result.num_verified)
         self._steps[slots] += samples
-        self._lengths[slots, result.num_drafted] += samples
+        self._lengths[slots, np.minimum(result.num_drafted, MAX_LENGTH)] += samples
         for index, reason in result.failures.items():
             self._fail(int(slots[index]), reason)
         self._publish_prompts(slots)
@@ -262,14 +278,17 @@ class Scheduler:
         # The draft computed its own tokens but the last; those the target refused, and what stands on them, are void.
         computed = plan.draft_start + plan.draft_rows + np.maximum(num_drafted - 1, 0)
         valid = np.where(samples, np.minimum(computed, num_tokens + emitted - 1), computed)
-        self._draft_computed[slots] = valid if hits is None else np.where(hits, computed, valid)
-        self._frontier[slots] = 0 if hits is None else np.where(hits, num_drafted - 1, 0)
+        frontier = 0 if hits is None else np.where(hits, plan.chunks_of(num_drafted) - 1, 0)
+        held = num_tokens + emitted + frontier - 1
+        self._draft_computed[slots] = valid if hits is None else np.where(hits, held, valid)
+        self._frontier[slots] = frontier
 
     def _take_back(self, plan: StepPlan, settling: Settling) -> None:
         """Where requests stand that drafts were counted on for. Draft pages may have been taken from some meanwhile."""
         self._num_tokens[plan.slots] -= settling.refused
         self._num_computed[plan.slots] -= settling.refused
-        void = (settling.refused > 0) | (settling.missed & plan.overlaps)
+        void = settling.missed if plan.overlaps else settling.refused > 0
+        self._draft_computed[plan.slots] -= np.where(void, 0, settling.refused)  # of a branch
         fewer = plan.slots[void]
         computed = self._num_tokens[fewer] - 1 - settling.short[void]
         self._draft_computed[fewer] = np.minimum(self._draft_computed[fewer], computed)
@@ -511,22 +530,25 @@ class Scheduler:
         lengths = np.zeros(slots.size, dtype=np.int64)
         draft_rows = np.zeros(slots.size, dtype=np.int64)
         stopping: Stopping | None = None
-        overlaps = False
+        lead = np.zeros(slots.size, dtype=np.int64)
+        chunks: Chunks | None = None
         num_decoding = int(np.count_nonzero(decoding))
         if self._speculates and num_decoding:
             num_prefill_rows = min(int(pending.sum()), self.limits.max_batch_tokens) - num_decoding
-            lengths[decoding], draft_rows[decoding], overlaps = self._plan_drafts(slots[decoding], num_prefill_rows)
+            drafting = self._plan_drafts(slots[decoding], num_prefill_rows)
+            lengths[decoding], lead[decoding] = drafting.lengths, drafting.lead
+            draft_rows[decoding], chunks = drafting.rows, drafting.chunks
             # it Stops; isinstance would take 14 µs
-            if hasattr(self.policy, "stopping") and lengths.any() and not (overlaps or self._frontier[slots].any()):
+            if hasattr(self.policy, "stopping") and lengths.any() and not (chunks or self._frontier[slots].any()):
                 stopping = self.policy.stopping()
         if stopping is not None:
             stopping = stopping.spread(decoding)
         frontier = self._frontier[slots]
-        num_rows = self._share_rows(pending, decoding, frontier if overlaps else frontier + lengths)
+        num_rows = self._share_rows(pending, decoding, frontier + (lengths if chunks is None else lead))
         runs = num_rows > 0
         if not runs.all():
             slots, num_tokens, start, num_rows = slots[runs], num_tokens[runs], start[runs], num_rows[runs]
-            lengths, draft_rows, frontier = lengths[runs], draft_rows[runs], frontier[runs]
+            lengths, draft_rows, frontier, lead = lengths[runs], draft_rows[runs], frontier[runs], lead[runs]
             stopping = stopping.of(runs) if stopping is not None else None
         plan = StepPlan(
             admitted=tuple(self._admitted),
@@ -543,7 +565,12 @@ class Scheduler:
             target_pages=self.target_pages.take_writes(),
             draft_pages=self.draft_pages.take_writes() if self.draft_pages is not None else NO_WRITES,
             stopping=stopping,
-            overlaps=overlaps,
+            overlaps=chunks is not None,
+            lead=lead if chunks is not None and lead.any() else NONE,
+            leads=chunks is not None and chunks.leads,
+            waits=chunks is not None and chunks.waits,
+            outcomes=chunks.outcomes if chunks is not None else 0,
+            draft_sms=chunks.draft_sms if chunks is not None else 0,
         )
         self._admitted, self._released = [], set()
         return plan
@@ -558,28 +585,31 @@ class Scheduler:
         rows: IntArray = decoding + np.minimum(np.maximum(room - before, 0), prefill)
         return rows
 
-    def _plan_drafts(self, slots: IntArray, num_prefill_rows: int) -> tuple[IntArray, IntArray, bool]:
-        """Lengths for the decoding requests, the draft's rows before it drafts, and whether drafting overlaps."""
+    def _plan_drafts(self, slots: IntArray, num_prefill_rows: int) -> _Drafting:
+        """What the decoding requests draft."""
         if self._frontier[slots].any():
             self._fit_frontier(slots, num_prefill_rows)
         frontier = self._frontier[slots]
         view = self._view(slots, num_prefill_rows)
         lengths = self._ask_policy(view)
         chunks = self.overlap.chunks(view, lengths) if self.overlap is not None else None
-        overlaps = chunks is not None
         if chunks is not None:
-            lengths = np.minimum(chunks, view.limit)
+            lead = np.where(frontier > 0, 0, chunks.lead)
+            lengths = np.minimum(chunks.lengths + lead, view.limit)
         else:  # one step verifies the frontier and what is drafted now
-            lengths = np.clip(self._max_draft[slots] - frontier, 0, lengths)
+            lead = lengths = np.clip(self._max_draft[slots] - frontier, 0, lengths)
+        none = np.zeros_like(lengths)
         if not lengths.any():
-            return lengths, lengths, overlaps and bool(frontier.any())
+            return _Drafting(none, none, none, chunks if frontier.any() else None)
         # what is drafted beside the verification is verified in the next, when the frontier is gone
-        lengths = self._fit_rows(lengths, slots.size + (0 if overlaps else int(frontier.sum())), num_prefill_rows)
-        if not overlaps:
-            lengths = self._fit_target_pages(slots, lengths)
-        if self.draft_pages is None:
-            return lengths, np.zeros(slots.size, dtype=np.int64), overlaps
-        return *self._fit_draft(slots, lengths), overlaps
+        others = slots.size + (int(frontier.sum()) if lead.any() else 0)
+        lengths = self._fit_rows(lengths, others, num_prefill_rows)
+        if lead.any():
+            lengths = self._fit_target_pages(slots, np.minimum(lead, lengths), lengths)
+        rows = none
+        if self.draft_pages is not None:
+            lengths, rows = self._fit_draft(slots, lengths)
+        return _Drafting(lengths, np.minimum(lead, lengths), rows, chunks)
 
     def _fit_frontier(self, slots: IntArray, num_prefill_rows: int) -> None:
         """Pages and rows for the drafts there are; without them these are given up, which costs no token."""
@@ -633,9 +663,12 @@ class Scheduler:
             lengths = np.minimum(lengths, cap)
         return lengths
 
-    def _fit_target_pages(self, slots: IntArray, lengths: IntArray) -> IntArray:
-        """Reserve room for the drafts; where pages are short nobody speculates, for that is better than to preempt."""
-        if self.target_pages.reserve(slots, self._num_tokens[slots] + self._frontier[slots] + lengths):
+    def _fit_target_pages(self, slots: IntArray, judged: IntArray, lengths: IntArray) -> IntArray:
+        """Reserve room for the new drafts that are judged; the lengths there is room for.
+
+        Where pages are short nobody speculates, for that is better than to preempt.
+        """
+        if self.target_pages.reserve(slots, self._num_tokens[slots] + self._frontier[slots] + judged):
             return lengths
         return np.zeros_like(lengths)
 

@@ -33,7 +33,9 @@ class EngineStats:
     verified: int = 0
     accepted: int = 0
     chunks: int = 0  # drafts of a request made while its frontier was verified
-    hits: int = 0  # and of these, those that held
+    hits: int = 0  # and of these, those that held, or that another had been made in place of
+    adopted: int = 0  # of the hits, these
+    lanes: int = 1  # parts of the device that the last step ran on
     context_rows: int = 0  # rows of context the target computed, drafts not counted
     plan_seconds: float = 0.0
     draft_seconds: float = 0.0  # that a step took longer for it
@@ -75,8 +77,11 @@ class EngineStats:
             self.verified += int(result.num_verified.sum())
             self.accepted += int(result.num_accepted.sum())
         if result.hits is not None:
-            self.chunks += int(np.count_nonzero(result.num_drafted))
+            self.chunks += int(np.count_nonzero(plan.chunks_of(result.num_drafted)))
             self.hits += int(np.count_nonzero(result.hits))
+        self.lanes = 2 if plan.overlaps and plan.draft_sms else 1
+        if result.adopted is not None:
+            self.adopted += int(np.count_nonzero(result.adopted))
         if result.num_verified.any():
             self.verified_per_position = _add_positions(self.verified_per_position, result.num_verified)
             self.accepted_per_position = _add_positions(self.accepted_per_position, result.num_accepted)

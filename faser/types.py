@@ -299,6 +299,9 @@ class PageWrites:
     pages: IntArray
 
 
+NONE: IntArray = np.zeros(0, dtype=np.int64)
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """One step, complete: who runs, which rows, how many tokens each drafts. All arrays are [B] and in one order.
@@ -310,10 +313,16 @@ class StepPlan:
     A request may have drafts of an earlier step behind its context, its `frontier`; new ones come behind them. A plan
     that `overlaps` verifies the frontier alone, while the draft goes on as if all of it were accepted. The last row of
     it says what the first new draft should have been: if it is, and the frontier was accepted, the others are the next
-    frontier (a hit); else they are void.
+    frontier (a hit); else they are void. A request without a frontier may have a `lead`: the first of its new drafts,
+    which the verification waits for and judges instead.
+
+    With `outcomes` the draft goes on for other cases, too: of every token that may turn out to be the last one, the
+    draft's next best guesses, so many of them. Behind each it drafts as many tokens as the next frontier has. Where the
+    verification ends with one of these, that branch is adopted: it becomes the next frontier, and that is a hit.
 
     A plan made while the step before it runs does not know how many drafts that will accept. Requests that drafted are
-    `unsettled`: their numbers hold if all drafts are accepted, and `settle` says what they are if some are not.
+    `unsettled`: their numbers hold if all drafts are accepted, and `settle` says what they are if some are not. Most
+    plans run all the same, and settle themselves on the device; one that `waits` is run when it is settled.
     """
 
     admitted: tuple[Admission, ...]
@@ -332,6 +341,11 @@ class StepPlan:
     stopping: Stopping | None = None  # drafts may end before `lengths`, by this rule
     exits: ExitRule | None = None  # drafts may be dropped in the midst of the verification, by this one
     overlaps: bool = False
+    lead: IntArray = field(default_factory=lambda: NONE)  # [B], or [0] where nobody has one
+    outcomes: int = 0
+    leads: bool = False  # a frontier that turns out to be void is drafted anew, as a lead
+    waits: bool = False  # it does not begin before it is settled
+    draft_sms: int = 0  # of the device that the drafting has to itself where it overlaps; 0: all is shared
 
     def settle(self, settling: Settling) -> StepPlan:
         """The plan as it stands when it is known what came of the step before."""
@@ -339,15 +353,22 @@ class StepPlan:
         num_tokens = self.num_tokens - np.where(unsettled, settling.refused, 0)
         missed = unsettled & settling.missed
         frontier = np.where(missed, 0, self.frontier)
+        lead, lengths = self.lead, self.lengths
+        if self.leads and missed.any():
+            anew = np.where(missed & (self.draft_rows > 0), self.frontier, 0)
+            lead, lengths = lead + anew if lead.size else anew, lengths + anew
         # what the draft computed holds as far as its tokens do: to the end of a frontier that is left
         held = (self.frontier > 0) & ~missed
-        valid = np.where(held, self.draft_start, np.minimum(self.draft_start, num_tokens - 1 - settling.short))
+        moved = self.draft_start - settling.refused
+        valid = np.where(held, moved, np.minimum(self.draft_start, num_tokens - 1 - settling.short))
         draft_start = np.where(unsettled, valid, self.draft_start)
         redone = unsettled & (self.draft_rows > 0)  # the draft always catches up with these
         return replace(
             self,
             num_tokens=num_tokens,
             start=self.start - (self.num_tokens - num_tokens),
+            lengths=lengths,
+            lead=lead,
             frontier=frontier,
             draft_start=draft_start,
             draft_rows=np.where(redone, num_tokens + frontier - draft_start, self.draft_rows),
@@ -359,7 +380,8 @@ class StepPlan:
         names = (
             "slots", "num_tokens", "start", "num_rows", "lengths", "frontier", "draft_start", "draft_rows", "unsettled",
         )  # fmt: skip
-        return replace(self, **{name: getattr(self, name)[some] for name in names}, stopping=None, exits=None)
+        own = {name: getattr(self, name)[some] for name in names}
+        return replace(self, **own, lead=self.lead[some] if self.lead.size else NONE, stopping=None, exits=None)
 
     @cached_property
     def judged(self) -> IntArray:
@@ -368,7 +390,13 @@ class StepPlan:
 
     def judged_of(self, num_drafted: IntArray) -> IntArray:
         """Likewise where so many were drafted."""
-        return self.frontier if self.overlaps else self.frontier + num_drafted
+        if not self.overlaps:
+            return self.frontier + num_drafted
+        return self.frontier + np.minimum(self.lead, num_drafted) if self.lead.size else self.frontier
+
+    def chunks_of(self, num_drafted: IntArray) -> IntArray:
+        """[B] of so many new drafts those that are not verified in this step."""
+        return self.frontier + num_drafted - self.judged_of(num_drafted)
 
     @cached_property
     def samples(self) -> NDArray[np.bool_]:
@@ -447,4 +475,5 @@ class StepResult:
     seconds: StepSeconds = StepSeconds()
     confidence: FloatArray | None = None  # [B, depth] the draft's own, of what it drafted, where it was looked at
     exits: ExitReadings | None = None  # where the plan has a rule to exit by
-    hits: NDArray[np.bool_] | None = None  # [B] whose new drafts hold, where the plan overlaps
+    hits: NDArray[np.bool_] | None = None  # [B] who has a next frontier, where the plan overlaps
+    adopted: NDArray[np.bool_] | None = None  # [B] and of these, whose is a branch, where the plan has outcomes

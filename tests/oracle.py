@@ -15,7 +15,7 @@ import numpy as np
 
 from faser.pages import PagePool
 from faser.policy import BatchView, Policy
-from faser.policy.overlap import Overlap
+from faser.policy.overlap import Chunks, Overlap
 from faser.policy.stopping import Stopping
 from faser.scheduler import Limits, Scheduler
 from faser.types import IntArray, PageWrites, Progress, Request, SamplingParams, Settling, StepPlan, StepResult
@@ -107,8 +107,12 @@ class OracleExecutor:
         accepted = np.array([max(0, len(tokens) - 1) for tokens in emitted])
         flat = np.array([token for tokens in emitted for token in tokens], dtype=np.int64)
         said = np.array([tokens[-1] if tokens else -1 for tokens in emitted])
-        hits = (num_drafted > 0) & (accepted == judged) & (said == behind) if plan.overlaps else None
-        result = StepResult(num_drafted, judged, accepted, flat, hits=hits)
+        hits = (plan.chunks_of(num_drafted) > 0) & (accepted == judged) & (said == behind) if plan.overlaps else None
+        adopted = None
+        if hits is not None and plan.outcomes:
+            adopted = np.array([not hits[i] and self._adopt(plan, i, int(accepted[i])) for i in range(hits.size)])
+            hits = hits | adopted
+        result = StepResult(num_drafted, judged, accepted, flat, hits=hits, adopted=adopted)
         came = Settling.of(plan, result)
         for mine, theirs in zip(fields(self.settling), fields(came), strict=True):
             getattr(self.settling, mine.name)[plan.slots] = getattr(came, theirs.name)
@@ -138,6 +142,18 @@ class OracleExecutor:
             if self.draft is not None and position < num_tokens + length - 1:
                 self.draft.compute(slot, self.history[slot], position, 1)
         return length
+
+    def _adopt(self, plan: StepPlan, i: int, accepted: int) -> bool:
+        """A branch behind the last token, now and then."""
+        size = int(plan.chunks_of(plan.lengths)[i]) - 1
+        if self.draft is None or not plan.samples[i] or size <= 0 or self.random.random() < 0.5:
+            return False
+        slot, first = int(plan.slots[i]), int(plan.num_tokens[i]) + accepted + 1
+        for position in range(first, first + size):
+            right = next_token(hash_of(self.history[slot, :position]), int(self.seeds[slot]))
+            self.history[slot, position] = right if self.agrees(position) else (right + 1) % VOCABULARY
+        self.draft.compute(slot, self.history[slot], first - 1, size)
+        return True
 
     def _verify(self, plan: StepPlan, i: int, num_drafted: int) -> list[int]:
         slot, start, rows = int(plan.slots[i]), int(plan.start[i]), int(plan.num_rows[i])
@@ -173,13 +189,18 @@ class RandomLengths:
 
 
 class SometimesOverlap(Overlap):
-    """In one step drafting overlaps with verification, in the next it does not."""
+    """In one step drafting overlaps with verification, in the next it does not; some have a lead, some ride."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, splits: Sequence[int] = (0,)) -> None:
+        super().__init__()
         self.random = np.random.default_rng(seed)
+        self.splits = splits
 
-    def chunks(self, view: BatchView, lengths: IntArray) -> IntArray | None:
-        return lengths if self.random.random() < 0.7 else None
+    def chunks(self, view: BatchView, lengths: IntArray) -> Chunks | None:
+        if self.random.random() > 0.7:
+            return None
+        lead = self.random.integers(0, 4, lengths.size) if self.random.random() < 0.5 else np.zeros_like(lengths)
+        return Chunks(lengths, lead, int(self.random.integers(0, 3)), int(self.random.choice(self.splits)))
 
 
 class RandomStops(RandomLengths):

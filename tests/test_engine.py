@@ -7,6 +7,7 @@ when they are collected. It is the oracle, so a page that was freed, shared or w
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from faser.engine import AsyncExecutor, Engine
 from faser.pages import page_hash
 from faser.policy import BatchView, Fixed
-from faser.types import FinishReason, IntArray, StepPlan, StepResult
+from faser.policy.overlap import Overlap
+from faser.types import FinishReason, IntArray, Settling, StepPlan, StepResult
 from tests.oracle import SEED, VOCABULARY, RandomLengths, SometimesOverlap, World, expected_output, make_request
 
 
@@ -26,22 +28,25 @@ class Ahead:
     def __init__(self, inner) -> None:
         self.inner = inner
         self.results: deque[StepResult] = deque()
-        self.named: deque[set[int]] = deque()  # slots of the plans in flight
+        self.plans: deque[StepPlan] = deque()  # in flight
         self.most = 0
+        self.seen: list[tuple[StepPlan, StepResult]] = []
         self.went_on = 0  # plans in flight when it last did
 
     def execute(self, plan: StepPlan) -> StepResult:
         raise AssertionError("an asynchronous executor is not asked to execute")
 
     def submit(self, plan: StepPlan) -> None:
-        for slots in self.named:
+        for other in self.plans:
+            slots = set(other.slots.tolist())
             assert slots.isdisjoint(new.slot for new in plan.admitted), "a slot in flight was given to somebody else"
-        self.named.append(set(plan.slots.tolist()))
+        self.plans.append(plan)
         self.results.append(self.inner.execute(plan))
+        self.seen.append((plan, self.results[-1]))
         self.most = max(self.most, len(self.results))
 
     def collect(self) -> StepResult:
-        self.named.popleft()
+        self.plans.popleft()
         return self.results.popleft()
 
     def go_on(self) -> None:
@@ -53,7 +58,7 @@ class Ahead:
 
     def discard(self) -> None:
         self.results.clear()
-        self.named.clear()
+        self.plans.clear()
 
     def close(self) -> None: ...
 
@@ -186,6 +191,73 @@ def test_abandon_forgets_what_is_in_flight_and_the_engine_goes_on():
     assert world.tokens["b"] == expected_output([1, 3], SEED, 10)
 
 
+@pytest.mark.parametrize("length", [1, 3, 6])
+@pytest.mark.parametrize("agreement", [0.0, 0.9, 1.0])
+def test_a_plan_made_ahead_leads_where_its_frontier_turns_out_void(length, agreement):
+    """So that every step verifies as many drafts as without overlap, hit or miss."""
+    engine, world, executor = make_engine(
+        Fixed(length), agreement=agreement, overlap=Overlap(leads=True), max_batch_tokens=64
+    )
+    world.add(make_request("a", [1, 2, 3], 40))
+    drain(engine, world)
+    assert world.tokens["a"] == expected_output([1, 2, 3], SEED, 40)
+    assert executor.most == 2
+    (_, *seen), emitted = executor.seen, 1
+    for plan, result in seen:
+        if 40 - emitted > 3 * (length + 1):  # with fewer to come there may be no room for what was counted on
+            assert plan.waits
+            assert plan.unsettled.tolist() == [emitted > 1], "but for the first it is made ahead"
+            assert result.num_verified.tolist() == [length]
+            assert result.num_drafted[0] in (length + 1, 2 * length + 1)
+        emitted += int(result.num_accepted[0]) + 1
+    hits = [bool(result.hits[0]) for _, result in seen if result.num_drafted[0] > length]
+    assert set(hits) == ({True, False} if 0 < agreement < 1 else {agreement == 1})
+
+
+def test_a_plan_made_ahead_gives_no_lead_to_who_cannot_draft():
+    """The draft has no pages for it: it goes on with one token."""
+    plan = make_plan_ahead()
+    missed = Settling(np.array([1]), np.array([False]), np.array([True]))
+    led = plan.settle(missed)
+    assert (led.frontier.tolist(), led.lead.tolist()) == ([0], [3])
+    assert led.lengths.tolist() == (plan.lengths + 3).tolist()
+    assert led.num_tokens[0] + led.judged[0] <= plan.num_tokens[0] + plan.judged[0], "pages are reserved for no more"
+    assert led.draft_start[0] + led.draft_rows[0] == led.num_tokens[0]
+    idle = replace(plan, draft_rows=0 * plan.draft_rows, lengths=0 * plan.lengths).settle(missed)
+    assert (idle.frontier.tolist(), idle.judged.tolist(), idle.lengths.tolist()) == ([0], [0], [0])
+    rides = replace(plan, leads=False).settle(missed)
+    assert (rides.judged.tolist(), rides.lengths.tolist()) == ([0], plan.lengths.tolist())
+    hit = plan.settle(Settling(np.array([0]), np.array([False]), np.array([False])))
+    assert (hit.frontier.tolist(), hit.lead.any(), hit.lengths.tolist()) == ([3], False, plan.lengths.tolist())
+
+
+def make_plan_ahead() -> StepPlan:
+    """Of one request, behind a step that leads: it counts on a frontier of three."""
+    world = World(Fixed(3), overlap=Overlap(leads=True), agreement=1.0, max_batch_tokens=64)
+    world.add(make_request("a", [1, 2, 3], 30))
+    for _ in range(2):
+        world.step()
+    world.executor.execute(world.scheduler.plan())
+    world.scheduler.advance()
+    return world.scheduler.plan()
+
+
+@pytest.mark.parametrize("step", range(1, 7))
+def test_a_request_that_leads_is_cancelled_between_two_steps(step):
+    engine, world, _ = make_engine(Fixed(2), agreement=0.5, overlap=Overlap(leads=True))
+    for name in "abc":
+        world.add(make_request(name, [1, 2, ord(name) % 5], 14))
+    for _ in range(step):
+        world.receive(engine.step())
+    assert engine.cancel("b")
+    drain(engine, world)
+    assert world.finished["b"].finish.reason is FinishReason.CANCELLED
+    for name in "abc":
+        whole = expected_output([1, 2, ord(name) % 5], SEED, 14)
+        assert world.tokens[name] == (whole[: len(world.tokens[name])] if name == "b" else whole)
+    assert (world.target.num_held, world.draft.num_held) == (0, 0)
+
+
 MAX_LEN = 26
 
 
@@ -210,6 +282,33 @@ def workloads(draw):
         cancelled = draw(st.one_of(st.none(), st.integers(0, 25)))
         requests.append((str(number), prompt, max_tokens, draw(st.integers(0, 12)), stop, cancelled))
     return requests
+
+
+def test_what_overlaps_sometimes_is_of_every_kind():
+    """What the workloads below are served with."""
+    found = set()
+    for seed in range(12):
+        engine, world, executor = make_engine(Fixed(3), overlap=SometimesOverlap(seed), max_batch_tokens=60)
+        for name in "abcd":
+            engine.add(make_request(name, [1, 2, ord(name) % 5], 20))
+            world.tokens[name] = []
+            world.receive(engine.step())
+        drain(engine, world)
+        for plan, _ in executor.seen:
+            leads = plan.lead > 0 if plan.lead.size else np.zeros(plan.slots.size, dtype=np.bool_)
+            rides = plan.overlaps & (plan.lengths > 0) & (plan.frontier == 0) & ~leads
+            kinds = {
+                "a lead": leads.any(),
+                "a lead with nothing behind it": (leads & (plan.chunks_of(plan.lengths) == 0)).any(),
+                "a lead beside a frontier": leads.any() and plan.frontier.any(),
+                "a lead beside one that rides": leads.any() and rides.any(),
+                "a lead that is not settled": (leads & plan.unsettled).any(),
+                "a frontier that may become a lead": (plan.leads & plan.unsettled & (plan.frontier > 0)).any(),
+                "a frontier without overlap": not plan.overlaps and plan.frontier.any(),
+                "a frontier that is not settled": (plan.unsettled & (plan.frontier > 0)).any(),
+            }
+            found |= {kind for kind, is_there in kinds.items() if is_there}
+    assert found == set(kinds)
 
 
 @pytest.mark.parametrize("kind", ["off", "sometimes", "random", "fixed"])

@@ -20,6 +20,7 @@ from faser.errors import EngineError, InvalidRequest
 from faser.grammar import MAX_INTERSECTED, MAX_TEXT, GrammarCompiler, Matcher, shared_compiler
 from faser.models.transformer import Transformer
 from faser.policy import Fixed
+from faser.policy.overlap import Overlap
 from faser.runtime.build import build_engine
 from faser.text import Tokenizer
 from faser.types import FinishReason, Grammar, Request, SamplingParams
@@ -267,11 +268,13 @@ def test_speculation_in_a_mixed_batch_gives_the_tokens_of_plain_decoding(target,
             assert stats.pruned == 0
 
 
+@pytest.mark.parametrize("leads", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", ["model", "short vocabulary"])
-def test_so_does_drafting_while_drafts_are_verified(target, tokenizer, right, kind, policy):
+def test_so_does_drafting_while_drafts_are_verified(target, tokenizer, right, kind, policy, leads):
     requests, expected = right
     engine = make_engine(target, tokenizer, make_any_draft(kind, target), POLICIES[policy](), overlap="on")
+    engine.scheduler.overlap = Overlap(leads=leads)
     assert_equal(serve(engine, requests), expected)
     assert 0 < engine.stats.hits < engine.stats.chunks
 

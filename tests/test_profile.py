@@ -16,6 +16,7 @@ from faser.profile import (
     MOST_FACTOR,
     NOTHING,
     VERSION,
+    Beside,
     Curve,
     Profile,
     ProfiledCost,
@@ -35,6 +36,11 @@ GPU = Profile(
     next_draft=Curve((1, 2, 4), (0.7 * MS, 0.8 * MS, 0.9 * MS), (0.1 * US,) * 3, stepped_to=4),
     catch_up=Curve((8, 64), (2 * MS, 9 * MS), (0.0, 0.0)),
     host=0.5 * MS,
+    besides=(
+        Beside.of(0, {1: (StepSeconds(2 * MS, 4 * MS), StepSeconds(2 * MS, 4 * MS), 5.5 * MS)}),
+        Beside.of(32, {1: (StepSeconds(2 * MS, 4 * MS), StepSeconds(3 * MS, 4.5 * MS), 4.5 * MS)}),
+    ),
+    await_seconds=0.2 * MS,
     errors={"verify": 0.02, "verify_worst": 0.05},
 )
 
@@ -107,6 +113,32 @@ def test_a_saved_profile_comes_back_as_it_was(tmp_path):
     assert [each.name for each in path.parent.iterdir()] == ["p.json"]
 
 
+def test_ways_to_overlap_come_back_as_numbers_of_their_own():
+    given = json.loads(json.dumps(GPU.to_dict()))
+    assert [each["draft_sms"] for each in given["besides"]] == [0, 32]
+    assert given["besides"][1]["share"]["seconds"] == pytest.approx([0.25])
+    found = Profile.from_dict(given)
+    assert found.besides == GPU.besides
+    assert found.await_seconds == GPU.await_seconds
+    older = Profile.from_dict({key: value for key, value in given.items() if key not in ("besides", "await_seconds")})
+    assert older == replace(GPU, besides=(), await_seconds=0.0)
+
+
+def test_what_is_not_hidden_is_a_share_of_the_shorter():
+    """Of drafting or verification on the whole device, whichever that is; together they may be faster than either."""
+    batches = {
+        1: (StepSeconds(2.0, 8.0), StepSeconds(3.0, 9.0), 9.0),
+        4: (StepSeconds(6.0, 4.0), StepSeconds(7.0, 5.0), 9.0),
+        16: (StepSeconds(6.0, 10.0), StepSeconds(7.0, 9.5), 9.5),
+    }
+    found = Beside.of(16, batches)
+    assert found.draft_sms == 16
+    assert found.draft == Curve((1, 4, 16), (3.0, 7.0, 7.0), (0.0, 0.0, 0.0))
+    assert found.verify == Curve((1, 4, 16), (9.0, 5.0, 9.5), (0.0, 0.0, 0.0))
+    assert found.together == Curve((1, 4, 16), (9.0, 9.0, 9.5), (0.0, 0.0, 0.0))
+    assert found.share == Curve((1, 4, 16), (0.5, 0.75, 0.0), (0.0, 0.0, 0.0))
+
+
 def test_errors_are_told_in_a_line():
     assert GPU.accuracy == "verify 2.0 % off (worst 5.0 %)"
     assert "not measured" in replace(GPU, errors={}).accuracy
@@ -127,6 +159,7 @@ def without(name):
         (json.dumps({**GPU.to_dict(), "verify": [1]}), "TypeError"),
         (json.dumps({**GPU.to_dict(), "errors": [0.1]}), "AttributeError"),
         (json.dumps({**GPU.to_dict(), "host": "long"}), "long"),
+        (json.dumps({**GPU.to_dict(), "besides": [{"draft_sms": 0}]}), "draft"),
     ],
 )
 def test_a_file_that_is_no_profile_is_refused_by_name(tmp_path, content, says):
@@ -192,6 +225,40 @@ def test_policies_may_ask_for_many_numbers_at_once():
     assert ProfiledCost(replace(GPU, verify=SMOOTH)).row_sizes.size == 0
 
 
+def overlapping(plan: StepPlan, frontier=0, lead=0, waits=False, draft_sms=0) -> StepPlan:
+    each = np.zeros_like(plan.lengths)
+    return replace(plan, overlaps=True, frontier=each + frontier, lead=each + lead, waits=waits, draft_sms=draft_sms)
+
+
+def test_what_overlapping_hides_goes_by_requests_and_by_how_the_device_is_shared():
+    share = Curve((1, 5), (0.25, 1.25), (0.0, 0.0))
+    cost = ProfiledCost(replace(GPU, besides=(replace(GPU.besides[0], draft_sms=16, share=share), GPU.besides[0])))
+    assert cost.splits == (16, 0)
+    assert cost.hidden(4.0, 8.0, 1, 16) == cost.hidden(8.0, 4.0, 1, 16) == pytest.approx(3.0)
+    assert cost.hidden(4.0, 8.0, 3, 16) == pytest.approx(1.0)
+    assert cost.hidden(4.0, 8.0, 5, 16) == pytest.approx(-1.0)  # both are slower at once
+    assert cost.hidden(4.0, 8.0, 6, 16) == 0  # more than were measured
+    assert cost.hidden(4.0, 8.0, 1) == pytest.approx(1.0)
+    assert cost.hidden(4.0, 8.0, 1, 48) == 0  # nothing is known of it
+    assert ProfiledCost(replace(GPU, besides=())).splits == ()
+
+
+def test_drafts_that_the_verification_waits_for_are_not_hidden():
+    even = replace(GPU.next_draft, per_token=(0.0,) * 3)  # 0.7 ms a token, whichever it is
+    cost, plan = ProfiledCost(replace(GPU, first_draft=even, next_draft=even)), make_plan([100], 5)
+    ahead = cost.parts(overlapping(plan, frontier=2, draft_sms=32))
+    assert ahead == StepSeconds(pytest.approx(3.5 * MS), pytest.approx(5.1 * MS), pytest.approx(0.75 * 3.5 * MS))
+    led = cost.parts(overlapping(plan, lead=2, draft_sms=32))
+    assert led == StepSeconds(pytest.approx(3.5 * MS), pytest.approx(5.1 * MS), pytest.approx(0.75 * 2.1 * MS))
+    assert cost.parts(overlapping(plan, lead=5)).hidden == 0
+
+
+def test_a_step_that_waits_takes_that_much_longer():
+    cost, plan = ProfiledCost(GPU), make_plan([100], 3)
+    ahead, waiting = (cost.predict(overlapping(plan, lead=1, waits=each)) for each in (False, True))
+    assert waiting - ahead == pytest.approx(0.2 * MS)
+
+
 # ---- corrections ----
 
 
@@ -219,6 +286,39 @@ def test_corrections_are_bounded(factor, most):
     cost = ProfiledCost(GPU)
     run(cost, make_plan([100], 2), factor, 0.0, 500)
     assert cost.factors == (most, most)
+
+
+def learn_waiting(cost: ProfiledCost, more: float, steps: int, waits: bool = True) -> StepPlan:
+    """Steps that took so many seconds more than both models and the host; returns their plan."""
+    plan = overlapping(make_plan([100, 200], 3), lead=1, waits=waits)
+    spent = cost.parts(plan)
+    for _ in range(steps):
+        cost.learn(plan, spent, spent.total + cost.host + more)
+    return plan
+
+
+@pytest.mark.parametrize("more", [0.0, 0.05 * MS, 1.5 * MS])
+def test_what_waiting_takes_is_learned_from_the_steps_that_wait(more):
+    cost = ProfiledCost(GPU)
+    plan = learn_waiting(cost, more, 300)
+    assert cost.await_seconds == pytest.approx(more, abs=0.01 * MS)
+    assert cost.predict(plan) == pytest.approx(cost.parts(plan).total + GPU.host + more, abs=0.01 * MS)
+    assert cost.factors == (1.0, 1.0)
+    assert cost.host == GPU.host
+
+
+def test_other_steps_say_nothing_of_waiting():
+    cost, plain = ProfiledCost(GPU), make_plan([100], 3)
+    learn_waiting(cost, 1.5 * MS, 20, waits=False)
+    run(cost, plain, 1.0, 3 * MS, 20)
+    cost.learn(overlapping(plain, lead=1, waits=True), StepSeconds(), 1.0)  # its parts were not measured
+    assert cost.await_seconds == GPU.await_seconds
+
+
+def test_waiting_never_takes_less_than_nothing():
+    cost = ProfiledCost(GPU)
+    learn_waiting(cost, -GPU.host - 1 * MS, 300)
+    assert 0 <= cost.await_seconds < 0.01 * MS
 
 
 def test_one_long_pause_hardly_counts():

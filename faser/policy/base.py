@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+
 from faser.policy.stopping import Stopping
 from faser.profile import Cost
 from faser.types import FloatArray, IntArray
@@ -33,6 +35,14 @@ class BatchView:
     num_prefill_rows: int  # prompt rows that share the step
     num_waiting: int
     cost: Cost | None = None  # there wherever the policy `needs_cost`
+
+    @classmethod
+    def alike(cls, num_requests: int, num_tokens: int, cost: Cost) -> BatchView:
+        """Requests of one size in their midst, of whose drafts nothing is known."""
+        none = np.zeros(num_requests, dtype=np.int64)
+        many = none + MAX_LENGTH + 1
+        return cls(none + np.arange(num_requests), none + num_tokens, none + 1, many - 1, none, none, none, none, many,
+                   0, 0, cost)  # fmt: skip
 
     @property
     def num_requests(self) -> int:

@@ -25,7 +25,7 @@ from faser.models.transformer import Transformer
 from faser.pages import PagePool
 from faser.policy import MAX_LENGTH, Policy
 from faser.policy.early_exit import EarlyExit, candidates_of, layers_at
-from faser.policy.overlap import Overlap
+from faser.policy.overlap import Overlap, worthwhile
 from faser.profile import Profile, ProfiledCost
 from faser.progress import progress_bar
 from faser.runtime import saved_profiles
@@ -157,7 +157,7 @@ def build_engine(
         speculates=draft is not None,
         prefix_caching=options.prefix_caching,
         cost=cost,
-        overlap=_make_overlap(made, options),
+        overlap=_make_overlap(made, options, cost),
     )
     exits = _make_exits(made, options, cost)
     if exits is None:
@@ -169,12 +169,21 @@ def build_engine(
     )
 
 
-def _make_overlap(made: _Made, options: EngineOptions) -> Overlap | None:
-    """None where there is nothing to overlap: prompt lookup takes no time."""
-    if options.overlap == "on" and not made.device.can_overlap:
+def _make_overlap(made: _Made, options: EngineOptions, cost: ProfiledCost | None) -> Overlap | None:
+    """None where there is nothing to overlap: prompt lookup takes no time; or, for `auto`, where it never pays."""
+    if options.overlap == "on" and not made.device.splits:
         raise ConfigError(f"overlap=on: {made.device.name} drafts and verifies one after the other; leave it out")
-    if options.overlap == "off" or made.draft_model is None or not made.device.can_overlap:
+    if options.overlap == "off" or made.draft_model is None or not made.device.splits:
         return None
+    if options.overlap == "auto":
+        splits = worthwhile(cost) if cost is not None else set()
+        if not splits:
+            log.info("drafting and verification do not overlap: it would not pay for any batch")
+            return None
+        log.info("drafting and verification may overlap; SMs of the drafting: %s", sorted(splits))
+        if hasattr(made.executor, "prepare_overlap"):  # it has graphs
+            with progress_bar("capturing graphs") as update:
+                made.executor.prepare_overlap(splits, update)
     return Overlap(options.overlap)
 
 
@@ -300,7 +309,7 @@ def _measure(made: _Made, budget: float | None = None) -> tuple[Profile, float]:
         how=made.device.profiling,
         exit_layer=made.target.num_layers // 2,
         exit_candidates=candidates_of(made.target.config.vocab_size),
-        can_overlap=made.device.can_overlap,
+        splits=made.device.splits,
     )
     started = perf_counter()
     with progress_bar("profiling") as update:

@@ -23,7 +23,7 @@ class CpuDevice:
     max_batch_tokens = 1024
     # Cores are slow and beyond some dozen rows linear: little is measured, and what lies beyond follows from it.
     exit_depths = DEPTHS
-    can_overlap = True
+    splits = (0,)
     profiling = Profiling(6.0, (), (), most_rows=64, most_context=4096, most_prompt_rows=128)
 
     def default_kv_memory(self) -> int:

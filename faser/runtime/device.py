@@ -81,8 +81,11 @@ class Device(Protocol):
         ...
 
     @property
-    def can_overlap(self) -> bool:
-        """Whether its executor drafts on while the drafts before are verified."""
+    def splits(self) -> tuple[int, ...]:
+        """How it can be shared by a draft that goes on while the drafts before are verified; none: it cannot.
+
+        By the SMs that drafting has to itself, 0 where both share all there is.
+        """
         ...
 
     def default_kv_memory(self) -> int | None:

@@ -29,6 +29,10 @@ class TorchExecutor:
         drafts = self._drafter.draft(plan) if self._drafter is not None else Drafts(plan.lengths)
         num_verified = self._sampler.num_valid(plan.slots, plan.num_tokens, plan.judged_of(drafts.num_tokens))
         verdict = self._verifier.verify(plan, num_verified, drafts.confidence, drafts.num_tokens)
+        hits, adopted = verdict.hits if plan.overlaps else None, None
+        if hits is not None and plan.outcomes and self._drafter is not None:
+            adopted = self._drafter.adopt(plan, verdict.num_accepted) & plan.samples & ~hits
+            hits = hits | adopted
         return StepResult(
             num_drafted=drafts.num_tokens,
             num_verified=verdict.num_verified,
@@ -42,7 +46,8 @@ class TorchExecutor:
             ),
             confidence=drafts.confidence if plan.stopping is not None else None,
             exits=verdict.exits,
-            hits=verdict.hits if plan.overlaps else None,
+            hits=hits,
+            adopted=adopted,
         )
 
     def _update_slots(self, plan: StepPlan) -> None:

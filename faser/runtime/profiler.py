@@ -32,7 +32,7 @@ from faser.engine import AsyncExecutor, Executor
 from faser.pages import NO_WRITES
 from faser.policy.early_exit import ExitPoint, ExitRule
 from faser.policy.stopping import Stopping
-from faser.profile import KEPT_UP, NOTHING, Curve, Profile, ProfiledCost, work_of
+from faser.profile import KEPT_UP, NOTHING, Beside, Curve, Profile, ProfiledCost, work_of
 from faser.progress import Update
 from faser.runtime.device import Profiling
 from faser.scheduler import Limits
@@ -44,6 +44,7 @@ from faser.types import (
     SamplingParams,
     StepPlan,
     StepResult,
+    StepSeconds,
 )
 
 SHORT, LONG = 64, 1024  # tokens of context a request, where there is room
@@ -55,6 +56,7 @@ WARM_UP = 0.02  # of the time
 DECODED, MIXED, ALL = 0.55, 0.8, 1.0  # shares of the time that are spent when each kind of step is done
 LEAST_PROMPT_ROWS = 64
 MECHANISM_REQUESTS = (1, 4, 16, 64)  # that drafts are dropped or overlap for
+BESIDE = 0.4  # seconds of profiling, of all others, that drafting beside verification may take besides
 MOST_BESIDE = 32  # requests that decode beside prompts
 HELD_OUT = 12  # random batches
 PERIOD = 8  # of the made-up tokens: they repeat, so that prompt lookup finds drafts
@@ -75,7 +77,7 @@ class Subject:
     how: Profiling
     exit_layer: int = 0  # of the target, after which an early exit looks at drafts; 0: there is none
     exit_candidates: tuple[int, ...] = (0,)  # how many it may compare them with
-    can_overlap: bool = False  # drafting, with verification
+    splits: tuple[int, ...] = ()  # of the device, for drafting beside a verification: see Device
 
     @property
     def longest(self) -> int:
@@ -136,6 +138,8 @@ class Batch:
     is_looked_at: bool = False  # its drafts are, between their tokens, and always found good enough to go on
     exits: ExitRule | None = None  # and by its points in the target, to no effect
     overlaps: bool = False  # drafts of as many tokens are verified meanwhile, and those are
+    draft_sms: int = 0  # see StepPlan
+    waits: bool = False  # likewise
 
     @classmethod
     def decoding(cls, num_tokens: IntArray, lengths: IntArray, lag: IntArray | None = None) -> Batch:
@@ -288,6 +292,10 @@ class Measured:
     steps: FloatArray  # seconds of the whole step, of each time they could be told
     host: FloatArray  # likewise, outside both models
 
+    @property
+    def seconds(self) -> StepSeconds:
+        return StepSeconds(self.draft, self.verify)
+
     def or_better(self, other: Measured | None) -> Measured:
         if other is None:
             return self
@@ -374,6 +382,8 @@ class _Steps:
             stopping=_never_stopping(batch) if batch.is_looked_at else None,
             exits=batch.exits,
             overlaps=batch.overlaps,
+            draft_sms=batch.draft_sms,
+            waits=batch.waits,
         )
 
     def _pages(self, batch: Batch) -> PageWrites:
@@ -426,7 +436,8 @@ class _Rounds:
             stop_seconds=looks,
             exit_check=check,
             exit_candidates=candidates,
-            overlap_share=self._overlap_share(),
+            besides=self._besides(),
+            await_seconds=self._await_seconds(),
         )
 
     def errors(self, cost: ProfiledCost) -> dict[str, float]:
@@ -452,29 +463,47 @@ class _Rounds:
         unseen, seen = (self._steps.run(replace(plain, is_looked_at=looked), max(TURNS)) for looked in (False, True))
         return max(0.0, float(seen.steps.min() - unseen.steps.min())) / (MORE - SOME)
 
-    def _some_drafting(self) -> Iterator[Batch]:
+    def _some_drafting(self, is_over: Callable[[], bool]) -> Iterator[Batch]:
         """Batches of a few sizes that draft alike, as far as there is room and time."""
         subject = self._subject
         for size in MECHANISM_REQUESTS:
             batch = _alike(size, MORE, subject.contexts(size)[0])
-            if size > subject.limits.max_running or not subject.has_room_for(batch) or self._spent() >= ALL:
+            if size > subject.limits.max_running or not subject.has_room_for(batch) or is_over():
                 return
             yield batch
 
-    def _overlap_share(self) -> Curve | None:
-        """Of the shorter of drafting and verification, what is left of it where both run at a time, by requests."""
+    def _besides(self) -> tuple[Beside, ...]:
+        """Drafting beside a verification, the device shared in each way there is; for few requests in all ways first.
+
+        It has seconds of its own, for it comes last and a slow model would have left none.
+        """
         subject = self._subject
-        if not (subject.can_overlap and subject.has_draft_model) or subject.longest < MORE:
-            return None
-        shares: dict[int, float] = {}
-        for plain in self._some_drafting():
-            apart, together = (
-                self._steps.run(replace(plain, overlaps=overlaps), max(TURNS)) for overlaps in (False, True)
-            )
-            short, long = sorted((apart.draft, apart.verify))
-            if short > 0:
-                shares[plain.lengths.size] = max(0.0, (together.total - long) / short)
-        return Curve(tuple(shares), tuple(shares.values()), (0.0,) * len(shares)) if shares else None
+        if not subject.has_draft_model or subject.longest < MORE:
+            return ()
+        splits, ends = list(subject.splits), self._clock() + BESIDE * self._seconds
+        found: dict[int, dict[int, tuple[StepSeconds, StepSeconds, float]]] = {split: {} for split in splits}
+        for plain in self._some_drafting(lambda: self._clock() >= ends):
+            apart = self._steps.run(plain, max(TURNS))
+            for split in splits.copy():
+                alone, together = (
+                    self._steps.run(replace(plain, overlaps=overlaps, draft_sms=split), max(TURNS))
+                    for overlaps in (False, True)
+                )
+                if min(apart.draft, apart.verify) > 0:
+                    found[split][plain.lengths.size] = apart.seconds, alone.seconds, together.total
+                if together.total > apart.draft + apart.verify:
+                    splits.remove(split)  # larger batches need more of the device
+        return tuple(Beside.of(split, batches) for split, batches in found.items() if batches)
+
+    def _await_seconds(self) -> float:
+        """What the host needs between two steps, where the second has to wait for it."""
+        subject = self._subject
+        if not subject.splits or not isinstance(subject.executor, AsyncExecutor) or self._spent() >= ALL:
+            return 0.0
+        plain = _alike(1, min(MORE, subject.longest), subject.contexts(1)[0])
+        plain = replace(plain, overlaps=True)
+        ahead, waiting = (self._steps.run(replace(plain, waits=waits), max(TURNS)) for waits in (False, True))
+        return max(0.0, float(waiting.steps.min() - ahead.steps.min()))
 
     def _exit_check(self) -> tuple[Curve | None, int]:
         """Of an early exit's look at drafts, by their number: what a verification takes longer that has one.
@@ -485,7 +514,7 @@ class _Rounds:
         if not subject.exit_layer or subject.longest < MORE:
             return None, 0
         seconds: dict[int, list[float]] = {}  # by drafts: with each number of candidates
-        for plain in self._some_drafting():
+        for plain in self._some_drafting(lambda: self._spent() >= ALL):
             points = [ExitPoint.by_rank(subject.exit_layer, 1, each) for each in subject.exit_candidates]
             looked = [replace(plain, exits=ExitRule((point,), is_trial=True)) for point in points]
             without, *with_it = (self._steps.run(batch, max(TURNS)).verify for batch in (plain, *looked))

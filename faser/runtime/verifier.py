@@ -45,8 +45,8 @@ class Verifier:
     ) -> Verdict:
         """Judge the first num_drafted tokens [B] behind each context; there may be more, which nobody looks at.
 
-        But where num_new [B] were drafted behind a frontier, the first of these. `confidence` [B, depth] is the
-        draft's own, for plans that have a rule to exit by.
+        But where some of the new ones, num_new [B], come behind these, the first of them. `confidence` [B, depth] is
+        the draft's own, for plans that have a rule to exit by.
         """
         runner = self._runner
         runner.apply(plan.target_pages)
@@ -75,7 +75,8 @@ class Verifier:
         drafted = self._history[slots, positions]
         accepted = _leading_matches(said, drafted, offsets, judged, starts)
         last = starts + judged - 1
-        hits[samples] = (accepted == plan.frontier[samples]) & (num_new[samples] > 0) & (said[last] == drafted[last])
+        goes_on = (plan.chunks_of(num_new) > 0) & (num_drafted == plan.judged_of(num_new))
+        hits[samples] = goes_on[samples] & (accepted == judged - 1) & (said[last] == drafted[last])
         emitted = offsets <= np.repeat(accepted, judged)
         self._history[slots[emitted], positions[emitted]] = said[emitted]
         num_accepted[samples] = accepted

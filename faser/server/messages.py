@@ -140,7 +140,9 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     speculating_changed: float | None
     exits: Exits | None = None  # None: verifications have no early exit
     chunks: int = 0  # drafts of a request made while its frontier was verified
-    hits: int = 0  # and of these, those that held
+    hits: int = 0  # and of these, those that held, or that another had been made in place of
+    adopted: int = 0  # of the hits, these
+    lanes: int = 1  # parts of the device that the last step ran on
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):

@@ -97,7 +97,7 @@ class PrometheusText:
              now.exits.predicted_seconds if now.exits else 0.0),
             ("faser:early_exit_measured_seconds", "The same by the clock, against the profile of all rows",
              now.exits.measured_seconds if now.exits else 0.0),
-            ("faser:lanes", "Lanes the device's SMs are split into; 1 is serial", 1),
+            ("faser:lanes", "Parts of the device's SMs that the last step ran on; 1 is the whole", now.lanes),
         ):  # fmt: skip
             yield _metric(GaugeMetricFamily, name, help_, float(value), model)
         for name, help_, value in (
@@ -114,8 +114,9 @@ class PrometheusText:
             ("faser:early_exit_trial_pruned_tokens", "All tokens that its rule would have pruned in trials",
              now.exits.trial_pruned if now.exits else 0),
             ("faser:overlap_chunks", "Drafts of a request made while its drafts before were verified", now.chunks),
-            ("faser:overlap_hits", "Of these, the ones that held: all before them accepted, and the next token right",
-             now.hits),
+            ("faser:overlap_hits", "Of these, the ones that held: all before them accepted, and the next token right; "
+             "or a branch was there instead", now.hits),
+            ("faser:overlap_adopted", "Of the hits, the branches", now.adopted),
             ("faser:early_exit_trials", "Steps that ran to the end to see what the early exit would do",
              now.exits.trials if now.exits else 0),
             ("faser:speculation_off_seconds", "Seconds of steps in which requests decoded and none drafted",

@@ -19,7 +19,7 @@ from faser.profile import ProfiledCost
 from faser.scheduler import Limits
 from faser.sim.clock import VirtualTime
 from faser.sim.oracle import Oracle
-from faser.types import Admission, FloatArray, IntArray, StepPlan, StepResult, StepSeconds
+from faser.types import Admission, FloatArray, IntArray, Settling, StepPlan, StepResult, StepSeconds
 
 Watch = Callable[[StepPlan, StepResult], None]  # sees every step
 
@@ -137,6 +137,9 @@ class SimExecutor:
         """As it stands now that the step before is judged. Rows are not: graphs run those the host counted on."""
         if not plan.unsettled.any():
             return plan
+        if plan.waits:
+            none = np.zeros(plan.slots.size, dtype=np.bool_)
+            return plan.settle(Settling(self._refused[plan.slots], none, self._missed[plan.slots]))
         refused = np.where(plan.unsettled, self._refused[plan.slots], 0)
         frontier = plan.frontier
         if frontier.any():
@@ -150,7 +153,7 @@ class SimExecutor:
             return self._nothing[: slots.size], None
         run = self._runs[slots, plan.num_tokens - self._num_prompt[slots]]
         accepted: IntArray = np.minimum(judged, run)
-        return accepted, plan.samples & (run > judged) & (plan.lengths > 0) if plan.overlaps else None
+        return accepted, plan.samples & (run > judged) & (plan.chunks_of(plan.lengths) > 0) if plan.overlaps else None
 
     def _draft(self, plan: StepPlan, stopping: Stopping) -> tuple[IntArray, FloatArray, int]:
         """Token by token, as long as the plan's rule says so.

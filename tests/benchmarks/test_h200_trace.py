@@ -12,8 +12,10 @@ from benchmarks import h200_trace
 from benchmarks.h200_trace import Work
 from faser.bench import report
 from faser.bench.records import Record
+from faser.bench.systems import PolicySystem
 from faser.bench.traces import Timing
 from faser.bench.workload import Vocabulary, WorkloadOptions
+from faser.policy.overlap import Overlap
 from tests.benchmarks.fake_vllm import SCRIPT, write_fake_vllm
 
 LOADS = (0.5, 2.0)
@@ -68,6 +70,23 @@ def test_the_saturation_rate_is_that_of_a_full_loop():
     args.until = 0.0
     with pytest.raises(TimeoutError, match="give --rate"):
         h200_trace.saturation_rate(args, ScriptedOff(), traffic, vocabulary)
+
+
+def test_every_rung_of_the_ladder_sets_its_mechanisms(monkeypatch):
+    engine = SimpleNamespace(exits="exits", scheduler=SimpleNamespace(overlap="overlap"))
+    seen = []
+    monkeypatch.setattr(
+        PolicySystem, "warm_up", lambda self, *_: seen.append((self.name, engine.exits, engine.scheduler.overlap))
+    )
+    rungs = h200_trace.ladder(engine, ["fixed:2", "faser"])
+    for rung in rungs:
+        rung.warm_up(None, 1, None)
+    assert [rung.name for rung in rungs] == ["fixed:2", "faser", "+ early exit", "+ overlap", "+ overlap on"]
+    *others, (name, exits, forced) = seen
+    assert others == [
+        ("fixed:2", None, None), ("faser", None, None), ("faser", "exits", None), ("faser", "exits", "overlap"),
+    ]  # fmt: skip
+    assert (name, exits, type(forced)) == ("faser", "exits", Overlap)
 
 
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────

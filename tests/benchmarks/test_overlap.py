@@ -14,10 +14,12 @@ def test_it_all_runs_on_tiny_models(tmp_path, monkeypatch, capsys):
     document = json.loads(last)
     played = [(line["batch"], line["policy"], line["overlap"]) for line in document["lines"]]
     kinds = [
-        ("fixed:1", "off"), ("fixed:3", "off"), ("fixed:1", "on"), ("fixed:3", "on"), ("faser", "off"),
-        ("faser", "auto"),
+        ("fixed:1", "off"), ("fixed:3", "off"), ("fixed:1", "lead"), ("fixed:3", "lead"), ("fixed:3", "ride"),
+        ("fixed:3", "branch"), ("faser", "off"), ("faser", "auto"),
     ]  # fmt: skip
     assert played == [(batch, *kind) for batch in (1, 2) for kind in kinds]
-    assert all(line["hit_rate"] == 1 for line in document["lines"] if line["overlap"] == "on"), "the draft is right"
+    assert all(line["hit_rate"] == 1 for line in document["lines"] if line["overlap"] in ("ride", "lead")), (
+        "it is right"
+    )
     assert sum("best" in line for line in said) == 1
     assert json.loads((tmp_path / "overlap-llama-8b-llama-1b.json").read_text()) == document

@@ -7,17 +7,45 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from faser.policy.overlap import CHUNKS, Overlap, chunk_speed, plain_speed
-from faser.profile import Curve
-from tests.policy.profiles import H200, make_view
+from faser.policy import Fixed
+from faser.policy.base import MOST_LENGTH
+from faser.policy.estimates import request_rates
+from faser.policy.overlap import (
+    ADOPTED,
+    FEW,
+    GUESSING,
+    LEADING,
+    MARGIN,
+    PATIENCE,
+    RIDING,
+    Overlap,
+    lead_speed,
+    plain_speed,
+    ride_speed,
+    worthwhile,
+)
+from faser.profile import NOTHING, Beside, Curve
+from faser.types import StepResult
+from tests.oracle import World, make_request
+from tests.policy.profiles import H200, MS, make_view
 
 
-def view_of(size: int, rate: float, share: float | None):
-    """Of the shorter of drafting and verification that share is not hidden."""
+def view_of(size: int, rate: object, share: float | dict[int, float] | None, await_seconds: float = 0.0):
+    """Of the shorter of drafting and verification that share is not hidden; or those shares, by split."""
     judged = np.full(size, 10_000)
-    curve = None if share is None else Curve((1, 64), (share, share), (0.0, 0.0))
-    profile = replace(H200, overlap_share=curve)
-    return make_view(size, profile=profile, accepted=(rate * judged).astype(int), judged=judged)
+    shares = share if isinstance(share, dict) else {} if share is None else {0: share}
+    besides = tuple(
+        Beside(split, NOTHING, NOTHING, NOTHING, Curve((1, 64), (left, left), (0.0, 0.0)))
+        for split, left in shares.items()
+    )
+    profile = replace(H200, besides=besides, await_seconds=await_seconds)
+    return make_view(size, profile=profile, accepted=(np.array(rate) * judged).astype(int), judged=judged)
+
+
+def draft_seconds(view, length: int) -> float:
+    """Of so many tokens for everybody."""
+    cost, size, context = view.cost, view.num_requests, float(view.num_tokens.sum())
+    return float(cost.first_draft(size, context)) + (length - 1) * float(cost.next_draft(size, context))
 
 
 def tokens_by_chance(rate: float, chunk: int, steps: int = 200_000) -> float:
@@ -37,10 +65,38 @@ def test_the_tokens_of_a_step_are_those_of_chance(rate, chunk):
     cost, context = view.cost, float(view.num_tokens.sum())
     full = rate / (1 - rate**chunk + rate)
     rows = 1 + round(full * (chunk - 1))
-    draft = float(cost.first_draft(1, context)) + (chunk - 1) * float(cost.next_draft(1, context))
-    seconds = max(draft, float(cost.verify(rows, context))) + cost.host
-    found = chunk_speed(view, np.array([rate]), chunk) * seconds
+    seconds = max(draft_seconds(view, chunk), float(cost.verify(rows, context))) + cost.host
+    found = ride_speed(view, np.array([rate]), chunk) * seconds
     assert found == pytest.approx(tokens_by_chance(rate, chunk), rel=0.02)
+
+
+def leads_by_chance(rates: list[float], lead: int, adoption: float, steps: int = 200_000) -> tuple[float, float]:
+    """Tokens a step of all requests, and the share of steps that anybody has a lead in."""
+    random = np.random.default_rng(0)
+    right = random.random((steps, len(rates), lead + 1)) < np.array(rates)[:, None]
+    runs = right.cumprod(axis=2).sum(axis=2)  # the last is the first token behind what is verified
+    tokens = np.minimum(runs, lead) + 1
+    missed = (runs <= lead) & (random.random(runs.shape) >= adoption)
+    return float(tokens.sum() / steps), float(missed.any(axis=1).mean())
+
+
+@pytest.mark.parametrize(("guesses", "adoption"), [(0, 0.0), (2, 0.4)])
+@pytest.mark.parametrize(
+    ("rates", "lead"), [([0.6], 1), ([0.6], 4), ([0.9], 3), ([0.95], 6), ([0.9, 0.7], 2), ([0.95, 0.9, 0.97], 3)]
+)
+def test_leads_come_as_often_as_chance_has_somebody_miss(rates, lead, guesses, adoption):
+    wait, size = 0.3 * MS, len(rates)
+    view = view_of(size, rates, {0: 0.9, 16: 0.25}, wait)
+    cost, rows, context = view.cost, size * (lead + 1), float(view.num_tokens.sum())
+    tokens, share = leads_by_chance(rates, lead, adoption)
+    if size == 1 and not guesses:
+        held = rates[0] ** (lead + 1)
+        assert (tokens, share) == pytest.approx(((1 - held) / (1 - rates[0]), 1 - held), rel=0.02)
+    draft = float(cost.first_draft(size, context)) + lead * float(cost.next_draft(size + guesses * rows, context))
+    verify = float(cost.verify(rows, context))
+    seconds = max(draft, verify) + 0.25 * min(draft, verify) + share * draft_seconds(view, lead) + cost.host + wait
+    found = lead_speed(view, np.array(rates), lead, 16, guesses, adoption)
+    assert found == pytest.approx(tokens / seconds, rel=0.01)
 
 
 def test_nobody_overlaps_where_nothing_is_known_nothing_is_drafted_or_nothing_is_hidden():
@@ -50,36 +106,167 @@ def test_nobody_overlaps_where_nothing_is_known_nothing_is_drafted_or_nothing_is
     assert Overlap("auto").chunks(view_of(4, 0.95, 0.0), 0 * three) is None
     for rate in (0.3, 0.6, 0.9, 0.99):
         assert Overlap("auto").chunks(view_of(4, rate, 1.0), three) is None
+        assert chosen(view_of(1, rate, 1.0), MOST_LENGTH) is None
 
 
-@pytest.mark.parametrize("size", [1, 4, 16])
+def ways_of(view) -> dict[tuple[int, int, int, int], float]:
+    """Tokens per second by chunk, lead, guesses and split."""
+    rates, ways, adopted = request_rates(view), {}, {0: 0.0, **ADOPTED}
+    for split in view.cost.splits:
+        ways |= {(chunk, 0, 0, split): ride_speed(view, rates, chunk, split) for chunk in RIDING}
+        ways |= {
+            (lead + 1, lead, guesses, split): lead_speed(view, rates, lead, split, guesses, adopted[guesses])
+            for lead in LEADING
+            for guesses in GUESSING
+        }
+    return ways
+
+
+def plain_speed_of(view, most: int) -> float:
+    """At the best length that a draft of so many tokens may stop at."""
+    size, rates = view.num_requests, request_rates(view)
+    return max(plain_speed(view, rates, np.full(size, length)) for length in range(1, most + 1))
+
+
+def chosen(view, most: int = 4) -> tuple[int, int, int, int] | None:
+    """Chunk, lead, guesses and split; the same for all."""
+    chunks = Overlap("auto").chunks(view, np.full(view.num_requests, most))
+    if chunks is None:
+        return None
+    assert chunks.lengths.size == chunks.lead.size == view.num_requests
+    ((chunk, lead),) = set(zip(chunks.lengths.tolist(), chunks.lead.tolist(), strict=True))
+    assert chunks.leads == (lead > 0)
+    return chunk, lead, chunks.outcomes, chunks.draft_sms
+
+
+@pytest.mark.parametrize("size", [1, 4, 8])
 def test_what_is_hidden_decides_and_what_is_right(size):
     """The better drafts are and the more is hidden, the sooner; never where it is predicted to be slower."""
     for rate in (0.5, 0.7, 0.9, 0.95):
         taken = []
         for share in (0.0, 0.3, 0.6, 0.9):
             view = view_of(size, rate, share)
-            chunks = Overlap("auto").chunks(view, np.full(size, 4))
-            taken.append(chunks is not None)
-            if chunks is not None:
-                rates = np.full(size, rate)
-                assert chunk_speed(view, rates, int(chunks[0])) > plain_speed(view, rates, np.full(size, 4))
-                assert int(chunks[0]) in CHUNKS
+            way = chosen(view)
+            taken.append(way is not None)
+            if way is not None:
+                assert ways_of(view)[way] > plain_speed_of(view, 4)
         assert taken == sorted(taken, reverse=True)
-    assert Overlap("auto").chunks(view_of(size, 0.95, 0.0), np.full(size, 4)) is not None
+    assert chosen(view_of(size, 0.95, 0.0)) is not None
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.2 * MS, 5 * MS])
+def test_the_best_way_is_taken_if_it_is_better_than_none(wait):
+    found = set()
+    for size in (1, 2, 4, 8):
+        for rate in (0.5, 0.8, 0.9, 0.95, 0.985):
+            for share in (0.0, 0.15, 0.3, 0.6, 0.9):
+                view = view_of(size, rate, share, wait)
+                ways, way = ways_of(view), chosen(view)
+                best = max(ways, key=ways.__getitem__)
+                is_better = ways[best] > (1 + MARGIN) * plain_speed_of(view, 4)
+                assert way == (best if is_better else None)
+                found.add("none" if way is None else "lead" if way[1] else "ride")
+    assert found == ({"none", "lead", "ride"} if wait < 1 * MS else {"none", "ride"})
+
+
+def test_one_request_leads_where_little_is_left_and_many_ride():
+    """The miss of one keeps all waiting."""
+    assert [chosen(view_of(size, 0.9, 0.2))[1] > 0 for size in (1, 8)] == [True, False]
+
+
+def test_more_than_a_few_do_not_overlap():
+    overlap = Overlap("auto")
+    for size, overlaps in ((FEW[-1], True), (FEW[-1] + 1, False), (1, True)):
+        chunks = overlap.chunks(view_of(size, 0.95, 0.0), np.full(size, 4))
+        assert (chunks is not None) == overlaps
+
+
+@pytest.mark.parametrize("shares", [{0: 0.3, 16: 0.1, 32: 0.2}, {0: 0.1, 16: 0.3}, {0: 0.9, 48: 0.0}])
+def test_the_device_is_shared_in_the_way_that_leaves_least(shares):
+    least = min(shares, key=shares.__getitem__)
+    for size in (1, 4):
+        way = chosen(view_of(size, 0.95, shares))
+        assert way == chosen(view_of(size, 0.95, {least: shares[least]}))
+        assert way[3] == least
+
+
+def test_a_split_is_worth_what_it_hides_for_so_many_requests():
+    small, large = Curve((1, 8), (0.1, 0.9), (0.0, 0.0)), Curve((1, 8), (0.9, 0.1), (0.0, 0.0))
+    besides = tuple(Beside(sms, NOTHING, NOTHING, NOTHING, share) for sms, share in ((16, small), (48, large)))
+    profile, judged = replace(H200, besides=besides), 10_000
+    for size, split in ((1, 16), (8, 48)):
+        assert chosen(make_view(size, profile=profile, accepted=9_500, judged=judged))[3] == split
 
 
 def test_on_takes_the_lengths_of_the_policy():
     lengths = np.array([3, 0, 5])
-    assert Overlap("on").chunks(make_view(3), lengths) is lengths
+    chunks = Overlap("on", draft_sms=16).chunks(make_view(3), lengths)
+    assert (chunks.lengths.tolist(), chunks.lead.tolist(), chunks.draft_sms) == ([3, 0, 5], [0, 0, 0], 16)
+    assert not chunks.leads
+    assert not chunks.waits
+    assert Overlap("on", outcomes=2).chunks(make_view(3), lengths).waits, "for where branches begin"
+
+
+def test_with_leads_it_drafts_one_more_beside_as_a_check():
+    chunks = Overlap("on", leads=True).chunks(make_view(3), np.array([3, 0, 5]))
+    assert (chunks.lengths.tolist(), chunks.lead.tolist(), chunks.draft_sms) == ([4, 0, 6], [3, 0, 5], 0)
+    assert chunks.leads
+    assert chunks.waits
+
+
+def test_a_batch_is_looked_at_again_when_it_changes_or_after_a_while():
+    overlap, four = Overlap("auto"), np.full(4, 4)
+    assert overlap.chunks(view_of(4, 0.95, 0.0), four) is not None
+    later = [overlap.chunks(view_of(4, 0.95, 1.0), four) is not None for _ in range(PATIENCE)]
+    assert later == [True] * (PATIENCE - 1) + [False]
+    assert overlap.chunks(view_of(4, 0.95, 0.0), four) is None
+    assert overlap.chunks(view_of(3, 0.95, 0.0), four[:3]) is not None
+
+
+def overlaps(overlap: Overlap, view, lengths) -> bool:
+    """Once it has looked at it."""
+    found = [overlap.chunks(view, lengths) is not None for _ in range(PATIENCE)]
+    return found[-1]
+
+
+def make_steps(guesses: int, hits: list[bool], adopted: list[bool]):
+    """A step with so many requests that overlap, and what came of it."""
+    world = World(Fixed(3), overlap=Overlap(outcomes=guesses), max_running=len(hits), max_batch_tokens=64)
+    for i in range(len(hits)):
+        world.add(make_request(str(i), [1, 2, i % 5], 20))
+    world.step()
+    plan = world.scheduler.plan()
+    none = np.zeros_like(plan.lengths)
+    result = StepResult(plan.lengths, none, none, none, hits=np.array(hits), adopted=np.array(adopted))
+    return plan, result
+
+
+@pytest.mark.parametrize("guesses", ADOPTED)
+def test_how_often_a_guess_is_right_is_learned_from_the_misses(guesses):
+    overlap = Overlap("auto")
+    assert overlap.adoption(guesses) == pytest.approx(ADOPTED[guesses])
+    assert overlap.adoption(0) == 0
+    # two misses became hits, one did not, and the third request had a hit anyway
+    step = make_steps(guesses, [True, True, True, False], [True, True, False, False])
+    for _ in range(2_000):
+        overlap.learn(*step)
+    assert overlap.adoption(guesses) == pytest.approx(2 / 3, abs=0.01)
+    others = [each for each in ADOPTED if each != guesses]
+    assert [overlap.adoption(each) for each in others] == pytest.approx([ADOPTED[each] for each in others])
+
+
+def test_a_device_is_prepared_for_the_splits_that_may_be_taken():
+    assert worthwhile(view_of(1, 0.5, None).cost) == set()
+    assert worthwhile(view_of(1, 0.5, 1.0).cost) == set()
+    assert worthwhile(view_of(1, 0.5, {0: 0.9, 16: 0.1, 48: 0.5}).cost) == {16}
 
 
 def test_once_begun_it_goes_on_until_the_other_way_is_better():
     overlap, size = Overlap("auto"), 4
     lengths = np.full(size, 4)
     shares = np.linspace(0.0, 1.0, 41)
-    down = [overlap.chunks(view_of(size, 0.9, share), lengths) is not None for share in shares]
-    up = [overlap.chunks(view_of(size, 0.9, share), lengths) is not None for share in shares[::-1]]
+    down = [overlaps(overlap, view_of(size, 0.9, share), lengths) for share in shares]
+    up = [overlaps(overlap, view_of(size, 0.9, share), lengths) for share in shares[::-1]]
     assert down[0]
     assert not down[-1]
     assert sum(up) < sum(down), "to begin again it must be better by more"

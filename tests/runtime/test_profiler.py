@@ -20,13 +20,13 @@ from faser.config import EngineOptions
 from faser.cost import StepCost
 from faser.errors import ConfigError
 from faser.policy import BatchView, Fixed
-from faser.profile import NOTHING, Curve, Profile, ProfiledCost
+from faser.profile import NOTHING, Beside, Curve, Profile, ProfiledCost
 from faser.runtime import build, saved_profiles
 from faser.runtime.build import build_engine, load_pair
 from faser.runtime.device import Profiling
 from faser.runtime.profiler import HELD_OUT, Sample, Subject, fit_line, make_curve, measure
 from faser.scheduler import Limits
-from faser.types import IntArray, StepPlan, StepResult
+from faser.types import IntArray, StepPlan, StepResult, StepSeconds
 from tests.bench.simulated import Time
 from tests.test_exactness import assert_equal, make_engine, make_requests, reference, serve
 from tests.tiny import make_draft, make_model
@@ -80,7 +80,7 @@ class Simulated:
             assert plan.stopping.watch(np.arange(plan.slots.size)).goes_on([1e-9] * plan.slots.size)
             parts = replace(parts, draft=parts.draft + (int(plan.lengths.max()) - 1) * LOOK)
         seconds = replace(parts, draft=self.slowness * parts.draft, verify=self.slowness * parts.verify)
-        self.time.pass_by(seconds.draft + seconds.verify + self.cost.host)
+        self.time.pass_by(seconds.total + self.cost.host)
         self.plans.append(plan)
         emitted = int(plan.samples.sum())
         return StepResult(
@@ -88,14 +88,14 @@ class Simulated:
         )
 
     def check(self, plan: StepPlan) -> None:
-        limits, ends = self.limits, plan.num_tokens + plan.lengths
+        limits, ends = self.limits, plan.num_tokens + plan.frontier + plan.lengths
         self.taken |= {new.slot for new in plan.admitted}
         self.taken -= set(plan.released)
         for table, writes in zip(self.tables, (plan.target_pages, plan.draft_pages), strict=True):
             assert ((writes.pages >= 0) & (writes.pages < self.num_pages)).all()
             table[writes.slots, writes.columns] = writes.pages
         assert plan.slots.size <= limits.max_running
-        assert (plan.num_rows + plan.lengths).sum() <= limits.max_batch_tokens
+        assert (plan.num_rows + plan.judged).sum() <= limits.max_batch_tokens
         assert plan.draft_rows.sum() <= limits.max_batch_tokens
         assert (plan.num_rows >= 1).all()
         assert (plan.start >= 0).all()
@@ -137,6 +137,36 @@ class SimulatedAhead(Simulated):
 
     def discard(self) -> None:
         self.results.clear()
+
+
+SLOWER = {0: (1.0, 1.0), 16: (3.0, 1.1), 48: (1.5, 1.4)}  # drafting and verification on parts, by draft_sms
+LEFT = {0: 0.8, 16: 0.1, 48: 0.9}  # of the shorter, for one request; for sixteen twice as much
+
+
+class Shared(Simulated):
+    """Has parts, on which both models are slower, and both at once take longer than the longer of them."""
+
+    def __init__(self, profile: Profile, *args) -> None:
+        shares = {split: Curve((1, 16), (left, 2 * left), (0.0, 0.0)) for split, left in LEFT.items()}
+        besides = tuple(Beside(split, NOTHING, NOTHING, NOTHING, share) for split, share in shares.items())
+        super().__init__(replace(profile, besides=besides), *args)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        result = super().execute(plan)
+        draft, verify = (1.0, 1.0) if plan.overlaps else SLOWER[plan.draft_sms]
+        spent = result.seconds
+        return replace(result, seconds=replace(spent, draft=draft * spent.draft, verify=verify * spent.verify))
+
+
+class Waiting(SimulatedAhead):
+    """Takes longer for a step that waits for the one before it."""
+
+    WAIT = 0.2 * MS
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if plan.waits:
+            self.time.pass_by(self.WAIT)
+        return super().execute(plan)
 
 
 def make_subject(how=GPU, limits=LIMITS, kind=Simulated, num_pages=20_000, **others) -> Subject:
@@ -201,6 +231,50 @@ def test_the_slots_are_given_back_and_progress_reaches_its_end():
     assert done[-1] == total[-1]
 
 
+def plain_parts(subject: Subject, size: int) -> StepSeconds:
+    """Of so many requests that draft three tokens each, by what the profiler ran."""
+    alike = [plan for plan in subject.executor.plans if plan.overlaps and plan.slots.size == size]
+    plan = replace(alike[0], overlaps=False, frontier=np.zeros(size, dtype=np.int64))
+    return subject.executor.cost.parts(plan)
+
+
+def test_drafting_beside_verification_is_measured_in_each_way_the_device_is_shared():
+    subject = make_subject(kind=Shared, splits=(0, 16, 48))
+    found = profile_of(subject)
+    assert [each.draft_sms for each in found.besides] == [0, 16, 48]
+    for beside in found.besides:
+        left, (draft, verify) = LEFT[beside.draft_sms], SLOWER[beside.draft_sms]
+        few = beside.draft_sms == 48  # where it is slower for four than both in turn, and more are not looked at
+        assert beside.share.rows == ((1, 4) if few else (1, 4, 16))
+        assert beside.share.seconds == pytest.approx([left, 1.2 * left, 2 * left][: 2 if few else 3], rel=0.02)
+        for size in beside.share.rows:
+            apart = plain_parts(subject, size)
+            assert float(beside.draft(size, 0)) == pytest.approx(draft * apart.draft, rel=0.02)
+            assert float(beside.verify(size, 0)) == pytest.approx(verify * apart.verify, rel=0.02)
+            share = float(beside.share(size, 0))
+            assert float(beside.together(size, 0)) == pytest.approx(apart.verify + share * apart.draft, rel=0.02)
+    assert found.await_seconds == 0
+    assert ProfiledCost(found).splits == (0, 16, 48)
+
+
+def test_what_is_not_shared_is_not_measured_beside():
+    subjects = [
+        make_subject(),
+        make_subject(splits=(0,), has_draft_model=False),
+        make_subject(splits=(0,), limits=Limits(1, 2, 64, 64)),  # there is no room for drafts
+    ]
+    for subject in subjects:
+        found = profile_of(subject)
+        assert (found.besides, found.await_seconds) == ((), 0.0)
+        assert not any(plan.overlaps for plan in subject.executor.plans)
+
+
+@pytest.mark.parametrize("splits", [(), (0,)])
+def test_what_waiting_takes_is_measured_where_somebody_may_wait(splits):
+    found = profile_of(make_subject(kind=Waiting, splits=splits))
+    assert found.await_seconds == pytest.approx(Waiting.WAIT if splits else 0.0)
+
+
 @pytest.mark.parametrize("how", [GPU, CPU])
 @pytest.mark.parametrize(
     "limits",
@@ -211,8 +285,8 @@ def test_the_slots_are_given_back_and_progress_reaches_its_end():
     ],
 )  # fmt: skip
 def test_any_limits_are_kept_to(how, limits):
-    profile_of(make_subject(how, limits))
-    profile_of(make_subject(how, limits), seconds=0)
+    profile_of(make_subject(how, limits, splits=(0,)))
+    profile_of(make_subject(how, limits, splits=(0,)), seconds=0)
 
 
 def test_a_small_pool_is_shared():

@@ -11,8 +11,9 @@ from faser.bench.records import Item, Workload
 from faser.engine import AsyncExecutor, Engine
 from faser.pages import PagePool
 from faser.policy import BatchView, make_policy
+from faser.policy.overlap import Overlap
 from faser.policy.stopping import Stopping
-from faser.profile import Curve, ProfiledCost
+from faser.profile import NOTHING, Beside, Curve, Profile, ProfiledCost
 from faser.scheduler import Scheduler
 from faser.sim.clock import VirtualTime
 from faser.sim.executor import Noise, SimExecutor
@@ -107,9 +108,14 @@ def test_every_request_ends_with_all_its_tokens(policy, runs_ahead, concurrency)
     replica.engine.scheduler.check()
 
 
+def shared(profile: Profile, share: float) -> Profile:
+    """Of the shorter of drafting and verification that share is not hidden."""
+    return replace(profile, besides=(Beside(0, NOTHING, NOTHING, NOTHING, Curve((1,), (share,), (0.0,))),))
+
+
 @pytest.mark.parametrize("runs_ahead", [True, False])
 def test_what_overlaps_takes_the_longer_of_both_and_its_share_of_the_shorter(runs_ahead):
-    profile = replace(PROFILE, overlap_share=Curve((1,), (0.25,), (0.0,)))
+    profile = shared(PROFILE, 0.25)
     # 1 token from the prompt; 1 from a step that drafts two; 2 from each that verifies one and drafts two, and the last
     workload = Workload((one(output=6),))
     run, replica = simulate(workload, "fixed:2", Known([1]), runs_ahead=runs_ahead, profile=profile, overlap="on")
@@ -125,11 +131,78 @@ def test_what_overlaps_takes_the_longer_of_both_and_its_share_of_the_shorter(run
     assert stats.hidden_seconds == pytest.approx(0.75 * (0.009 + 0.005), abs=1e-9)
 
 
+def simulate_leads(workload, policy, agreement, profile, runs_ahead, watch=None):
+    machine = replace(TOY, profile=profile, runs_ahead=runs_ahead)
+    replica = make_replica(machine, policy, Known(agreement), watch=watch)
+    replica.engine.scheduler.overlap = Overlap(leads=True)
+    return play(replica.engine, workload, policy, clock=replica.time.clock), replica
+
+
+EVEN = Curve((1,), (0.002,), (0.0,))  # a drafted token, whichever it is
+
+
+@pytest.mark.parametrize(
+    ("agreement", "output", "steps", "hidden", "hits"),
+    [
+        # 1 token from the prompt; 2 from a step that waits for one draft of three and verifies it; 2 from one that
+        # verifies one and drafts one; the last
+        ([1], 6, [0.002 + 0.010 + 0.25 * 0.004, 0.010 + 0.25 * 0.002, 0.009], 0.75 * (0.004 + 0.002), (2, 2)),
+        # a token a step: the first waits for one draft of two, the second for the only one, the third has none
+        ([0], 4, [0.002 + 0.010 + 0.25 * 0.002, 0.002 + 0.010, 0.009], 0.75 * 0.002, (1, 0)),
+        # 2 tokens from a step that has nothing to draft behind its lead
+        ([1], 3, [0.002 + 0.010], 0.0, (0, 0)),
+    ],
+)
+def test_a_lead_is_paid_for_before_its_verification(agreement, output, steps, hidden, hits):
+    profile = replace(shared(PROFILE, 0.25), first_draft=EVEN, next_draft=EVEN, catch_up=EVEN)
+    workload = Workload((one(output=output),))
+    run, replica = simulate_leads(workload, "fixed:1", agreement, profile, runs_ahead=False)
+    (record,) = run.records
+    prompt = 0.010 + 4 * 0.002 + HOST
+    assert record.end == pytest.approx(prompt + sum(each + HOST for each in steps), abs=1e-12)
+    assert record.num_tokens == output
+    stats = replica.engine.stats
+    assert stats.hidden_seconds == pytest.approx(hidden, abs=1e-12)
+    assert (stats.chunks, stats.hits) == hits
+
+
+@pytest.mark.parametrize("runs_ahead", [True, False])
+@pytest.mark.parametrize("policy", ["fixed:1", "fixed:3"])
+@pytest.mark.parametrize("period", [1, 2, 5, 9])
+def test_every_miss_costs_a_lead_in_the_next_step(policy, period, runs_ahead):
+    """Planned ahead or not; near the end of a request there may be no room for what was counted on."""
+    seen, size = [], int(policy[-1])
+    profile = replace(shared(PROFILE, 0.25), first_draft=EVEN, next_draft=EVEN, catch_up=EVEN)
+    agreement = [int(position % period > 0) for position in range(100)]
+    workload = Workload((one(output=100),))
+    simulate_leads(workload, policy, agreement, profile, runs_ahead, lambda *step: seen.append(step))
+    missed, verify, chunk = True, 0.008 + (size + 1) * 0.001, (size + 1) * 0.002
+    for plan, result in seen[1:]:
+        if plan.num_tokens[0] < 80:
+            lead = size * 0.002 if missed else 0.0
+            assert result.seconds.draft == pytest.approx(lead + chunk)
+            assert result.seconds.total == pytest.approx(lead + max(chunk, verify) + 0.25 * min(chunk, verify))
+            assert result.num_verified.tolist() == [size]
+        missed = not result.hits[0] if result.hits is not None else True
+
+
+@pytest.mark.parametrize("runs_ahead", [True, False])
+@pytest.mark.parametrize("policy", ["fixed:1", "fixed:3"])
+def test_with_leads_every_request_ends_with_all_its_tokens(policy, runs_ahead):
+    workload = make_workload(60, rate=30.0, concurrency=5)
+    agreement = [1, 1, 0, 1, 1, 1, 1, 1, 0]
+    run, replica = simulate_leads(workload, policy, agreement, shared(PROFILE, 0.25), runs_ahead)
+    assert [record.num_tokens for record in run.records] == [item.max_tokens for item in workload.items]
+    assert 0 < replica.engine.stats.hits < replica.engine.stats.chunks
+    assert sum(run.phases.values()) == pytest.approx(replica.time.now())
+    replica.engine.scheduler.check()
+
+
 @pytest.mark.parametrize("runs_ahead", [True, False])
 @pytest.mark.parametrize("policy", ["fixed:1", "fixed:4"])
 def test_with_overlap_every_request_ends_with_all_its_tokens(policy, runs_ahead):
     workload = make_workload(60, rate=30.0, concurrency=5)
-    profile = replace(PROFILE, overlap_share=Curve((1,), (0.25,), (0.0,)))
+    profile = shared(PROFILE, 0.25)
     run, replica = simulate(
         workload, policy, Known([1, 1, 0, 1, 0]), runs_ahead=runs_ahead, profile=profile, overlap="on"
     )

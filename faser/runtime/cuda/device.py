@@ -9,7 +9,9 @@ import torch
 from faser.errors import ConfigError
 from faser.models.transformer import Transformer
 from faser.progress import progress_bar
+from faser.runtime.cuda.branches import MOST_BRANCHES, pages_of_branch
 from faser.runtime.cuda.executor import CudaExecutor
+from faser.runtime.cuda.lanes import Lanes
 from faser.runtime.cuda.memory import Ledger, explained_shortage
 from faser.runtime.cuda.model import MIXED_BUCKETS, ROW_BUCKETS, CudaModel
 from faser.runtime.cuda.sampling import Slots
@@ -18,7 +20,7 @@ from faser.runtime.drafter import NgramDrafter
 
 log = logging.getLogger("faser.engine")
 
-RESERVED_BYTES = 3 * 2**29  # for graphs, compiled kernels and what one eager forward allocates
+RESERVED_BYTES = 3 * 2**29  # for graphs, compiled kernels, pages of branches and what one eager forward allocates
 
 
 class CudaDevice:
@@ -28,9 +30,12 @@ class CudaDevice:
     max_running = 256
     max_batch_tokens = 4096
     runs_ahead = True  # a step is planned while the one before it runs
-    can_overlap = False  # there is one lane
     exit_depths = (0.0, 0.5)  # of every further one there would be as many graphs again
     profiling = Profiling(18.0, ROW_BUCKETS, MIXED_BUCKETS, most_rows=1024, most_context=2**18, most_prompt_rows=4096)
+
+    @property
+    def splits(self) -> tuple[int, ...]:
+        return (0, *Lanes(torch.device("cuda")).splits) if torch.cuda.is_available() else (0,)
 
     def default_kv_memory(self) -> None:
         return None
@@ -44,24 +49,30 @@ class CudaDevice:
         if limits.max_running > ROW_BUCKETS[-1]:
             raise ConfigError(f"max_running={limits.max_running}: a GPU batch has at most {ROW_BUCKETS[-1]} requests")
         ledger = Ledger(sum(model.num_bytes for model in parts.models)) if device.type == "cuda" else None
-        slots = Slots.allocate(limits.max_running, limits.max_model_len + parts.max_length + 1, device)
+        num_branches = MOST_BRANCHES if parts.draft is not None else 0
+        longest = limits.max_model_len + 2 * parts.max_length + 1
+        slots = Slots.allocate(limits.max_running + num_branches, longest, device)
+
+        lanes = Lanes(device)
 
         def on_device(model: Transformer, writes: bool) -> CudaModel:
             return CudaModel(
                 model,
                 slots,
-                max_requests=limits.max_running,
+                max_requests=limits.max_running + (num_branches if writes else 0),
                 max_rows=limits.max_batch_tokens,
                 max_context=limits.max_model_len,
                 page_size=parts.page_size,
+                lanes=lanes,
                 writes=writes,
             )
 
         target = on_device(parts.target, False)
         draft = on_device(parts.draft, True) if parts.draft is not None else None
-        acceptance = None
+        acceptance = adoption = None
         if parts.acceptance is not None:
             acceptance = torch.full((max(1, parts.max_length),), parts.acceptance, device=device)
+            adoption = torch.zeros(1, device=device)
         executor = CudaExecutor(
             target,
             draft,
@@ -71,15 +82,18 @@ class CudaDevice:
             ngrams=NgramDrafter(parts.history) if parts.uses_ngrams else None,
             max_length=parts.max_length,
             acceptance=acceptance,
+            adoption=adoption,
             runs_ahead=self.runs_ahead,
+            lanes=lanes,
         )
         if ledger is not None:
             ledger.buffers_are_made()
         models = [target] + ([draft] if draft is not None else [])
         page_bytes = sum(model.page_bytes for model in models)
         num_pages = parts.num_pages or self._num_pages(parts, page_bytes, ledger)
-        for model in models:
-            model.allocate_pages(num_pages)
+        target.allocate_pages(num_pages)
+        if draft is not None:
+            draft.allocate_pages(num_pages + pages_of_branch(parts.page_size) * num_branches)
         with progress_bar("capturing graphs") as update:
             executor.prepare(parts.usual_length, update, parts.exit_layers)
         if ledger is not None:

@@ -12,9 +12,9 @@ the temperature alone, which costs agreement and never a token.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -26,8 +26,10 @@ from faser.errors import EngineError
 from faser.policy.early_exit import Exiting, candidates_of
 from faser.policy.stopping import Stopping
 from faser.progress import Update
+from faser.runtime.cuda.branches import MOST_BRANCHES, Branches, adopt, fork
 from faser.runtime.cuda.compile import compile_all
 from faser.runtime.cuda.filters import Filters, logprobs, unpack_logprobs
+from faser.runtime.cuda.lanes import Lanes
 from faser.runtime.cuda.memory import explained_shortage
 from faser.runtime.cuda.model import PART_BUCKETS, ROW_BUCKETS, CudaModel, Shape, first_draft, next_draft, verification
 from faser.runtime.cuda.sampling import (
@@ -49,6 +51,7 @@ from faser.types import (
     ExitReadings,
     FloatArray,
     IntArray,
+    Settling,
     StepPlan,
     StepResult,
     StepSeconds,
@@ -58,12 +61,14 @@ from faser.types import (
 FILTERED_LOGITS = 1 << 22  # logits filtered at a time: sorting them takes some 250 MB
 PROMPT_ROWS = (8, 16, 32, 1 << 30)  # sizes of prompts that take kernels of their own
 MAX_FLIGHTS = 2  # steps submitted and not collected
+FEW_REQUESTS = 4  # whose overlapping steps are captured ahead
 
 
 class CudaExecutor:
     """`history` int64 [max_slots, max_len] is the host's copy of the tokens, for n-gram drafts and for grammars.
 
     `acceptance`, by position in the draft, accepts drafts with these probabilities whatever they say: for measuring.
+    Likewise `adoption` [1] a branch that begins where a request goes on.
     """
 
     def __init__(
@@ -77,7 +82,9 @@ class CudaExecutor:
         ngrams: NgramDrafter | None = None,
         max_length: int = 0,
         acceptance: torch.Tensor | None = None,
+        adoption: torch.Tensor | None = None,
         runs_ahead: bool = False,
+        lanes: Lanes,
     ) -> None:
         self._target = target
         self._draft = draft
@@ -85,7 +92,7 @@ class CudaExecutor:
         self._sampler = sampler
         self._history = history
         self._ngrams = ngrams
-        self._acceptance = acceptance
+        self._acceptance, self._adoption = acceptance, adoption
         self._on_host = np.zeros(len(history), dtype=np.bool_)  # by slot: the host samples its rows
         width = FIRST_TOKEN + max_length + 1
         max_requests, device = target.requests.slots.shape[0], target.model.device
@@ -98,6 +105,7 @@ class CudaExecutor:
         self._glance = _Glance(max_requests, device)
         self._doubts = _Doubts(max_length, max_requests, device)
         self._lane = _Lane(device)
+        self._lanes = lanes
         self._standing = _Glance(target.standing.numel(), device)
         self._flights: deque[_Flight] = deque()
         self._runs_ahead = runs_ahead
@@ -138,6 +146,35 @@ class CudaExecutor:
         for done, capture in enumerate(captures):
             capture()
             update(done + 1, len(captures))
+
+    @torch.inference_mode()
+    def prepare_overlap(self, splits: Iterable[int], update: Update = lambda done, total: None) -> None:
+        """Capture what steps of a few requests replay that draft beside a verification and may wait for leads."""
+        draft = self._draft
+        assert draft is not None
+        few = [size for size in ROW_BUCKETS if size <= FEW_REQUESTS]
+        most = FEW_REQUESTS * self._usual_rows
+        shapes: list[tuple[CudaModel, Shape | None]] = []
+        for split in sorted({0, *splits}):
+            for size in few:
+                shapes.append((draft, _on_part(first_draft(size, 2), split, finds_rivals=True)))
+            for size in few if not split else [size for size in ROW_BUCKETS if size <= MOST_BRANCHES]:
+                shapes.append((draft, _on_part(next_draft(size), split, finds_rivals=True)))
+            for size in [size for size in ROW_BUCKETS if 1 < size <= most] if split else ():
+                part = self._lanes.num_sms - split
+                shapes.append((self._target, _on_part(verification(size, self._usual_rows), part)))
+        wanted = [(model, shape) for model, shape in shapes if shape is not None and model.has_graph_of(shape)]
+        one = Branches.one(self._history.shape[0])
+        compile_all(
+            [
+                *(partial(model.forward, shape) for model, shape in wanted),
+                partial(fork, one, self._slots, draft.table, draft.pages),
+                partial(adopt, one, self._slots, draft.table, draft.pages, self._packed, self._adoption),
+            ]
+        )
+        for done, (model, shape) in enumerate(reversed(wanted)):
+            model.capture(shape)
+            update(done + 1, len(wanted))
 
     def _stopping_shapes(self, length: int) -> list[Shape]:
         """Of verifications that may stop midway, the largest first."""
@@ -199,8 +236,9 @@ class CudaExecutor:
             self._sampler.release(slot)
         self._admit(plan.admitted)
         self._target.apply(plan.target_pages)
-        flight = _Flight(plan, self._landings.popleft())
-        flight.landing.marks.start()
+        if self._draft is not None:
+            self._draft.apply(plan.draft_pages)
+        flight = _Flight(plan, self._landings.popleft(), plan)
         flight.rest = self._run(flight)
         self._flights.append(flight)
         next(flight.rest, None)
@@ -218,10 +256,11 @@ class CudaExecutor:
 
     def _run(self, flight: _Flight) -> Iterator[None]:
         """Enqueue a step. Where the host must see something before it knows how to go on, it may do other things."""
+        if flight.plan.waits and len(self._flights) > 1:
+            yield  # until `collect` has settled it
+        flight.landing.marks.start()
         if flight.plan.overlaps:
-            with self._lane.fork():
-                self._begin_drafts(flight)
-                flight.landing.marks.drafted()
+            self._draft_lead(flight)
         else:
             drafting = self._begin_drafts(flight)
             if drafting is not None:
@@ -241,6 +280,22 @@ class CudaExecutor:
         flight.landing.marks.finished()
         flight.is_launched = True
 
+    def _draft_lead(self, flight: _Flight) -> None:
+        """Draft what is verified in this step, and leave the rest to the other lane."""
+        flight.num_drafted = flight.plan.lengths
+        flight.beside = self._draft_tokens(flight)
+        for _ in range(int(flight.plan.lead.max(initial=0))):
+            next(flight.beside, None)
+        flight.landing.marks.forked()
+        self._lane.fork()
+
+    def _draft_beside(self, flight: _Flight) -> None:
+        """The rest. It is launched behind the verification, which takes longer and should begin first."""
+        with self._lane.switch():
+            for _ in flight.beside:
+                pass
+            flight.landing.marks.drafted()
+
     def _draft_on(self, flight: _Flight, drafting: _Drafting) -> None:
         """Token by token, as long as the step's rule says so."""
         assert self._draft is not None
@@ -255,8 +310,21 @@ class CudaExecutor:
             self.go_on()
         flight = self._flights.popleft()
         seconds = flight.landing.marks.wait(flight.plan.overlaps)
+        result = self._result(flight, seconds)
+        if self._flights:
+            self._settle(self._flights[0], flight.settled, result)
         self._landings.append(flight.landing)
-        return self._result(flight, seconds)
+        return result
+
+    def _settle(self, flight: _Flight, before: StepPlan, result: StepResult) -> None:
+        """Now that it is known what came of the step before."""
+        plan = flight.plan
+        if plan.waits or plan.frontier.any():
+            settling = Settling.of(before, result).spread(before.slots, len(self._history))
+            flight.settled = plan.settle(settling[plan.slots])
+        if plan.waits:
+            flight.plan = flight.settled
+            self.go_on()
 
     def may_run_ahead(self, plan: StepPlan) -> bool:
         """Not where the host must know tokens or positions before it goes on: to look up, for a grammar, to filter."""
@@ -272,8 +340,18 @@ class CudaExecutor:
                 flight.landing.marks.wait()
             self._landings.append(flight.landing)
 
+    @property
+    def splits(self) -> tuple[int, ...]:
+        """SMs that drafting may have to itself (`StepPlan.draft_sms`); a plan may always have 0."""
+        return self._lanes.splits
+
     def close(self) -> None:
-        """Nothing outlives the tensors and graphs."""
+        """Give the parts of the device back. All else goes with the tensors and graphs."""
+        self.discard()
+        for model in (self._target, self._draft):
+            if model is not None:
+                model.forget_parts()
+        self._lanes.close()
 
     # ── slots ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -300,19 +378,37 @@ class CudaExecutor:
 
     def _begin_drafts(self, flight: _Flight) -> _Drafting | None:
         """Draft; or only the first token, where the plan has a rule by which to go on."""
-        plan = flight.plan
+        plan, tokens = flight.plan, self._draft_tokens(flight)
+        order = next(tokens, None)
+        if order is None or self._draft is None:
+            return None
+        if plan.stopping is not None and plan.lengths[order].any():
+            drafting = _Drafting(plan, plan.stopping, order, self._glance)
+            drafting.look(self._draft.choices.confidence)
+            return drafting
+        is_doubted = plan.exits is not None and plan.exits.looks_before
+        if is_doubted:
+            self._doubts.begin(order[plan.lengths[order] > 0], self._draft.choices.confidence)
+        for done, _ in enumerate(tokens, 1):
+            if is_doubted:
+                self._doubts.note(order[plan.lengths[order] > done], self._draft.choices.confidence)
+        return None
+
+    def _draft_tokens(self, flight: _Flight) -> Iterator[IntArray]:
+        """Launch the drafts of a step, token by token; each time, those who draft or catch up, by index in the plan.
+
+        The longest come first, so that those still drafting are always the first rows.
+        """
+        plan, draft = flight.plan, self._draft
         flight.num_drafted = plan.lengths
         if self._ngrams is not None:
             flight.num_drafted = self._look_up(self._ngrams, plan)
-        if self._draft is None:
-            return None
-        self._draft.apply(plan.draft_pages)
-        return self._run_draft(self._draft, plan) if plan.draft_rows.any() else None
-
-    def _run_draft(self, draft: CudaModel, plan: StepPlan) -> _Drafting | None:
-        """Longest drafts first, so that those still drafting are always the first rows."""
+        if draft is None:
+            return
         order = np.argsort(-plan.lengths, kind="stable")
         order = order[plan.draft_rows[order] > 0]
+        if not order.size:
+            return
         rows, lengths = plan.draft_rows[order], plan.lengths[order]
         none = np.zeros_like(rows)
         draft.set_requests(
@@ -320,20 +416,40 @@ class CudaExecutor:
             plan.frontier[order],
         )  # fmt: skip
         draft.set_lengths(lengths)
-        shape = first_draft(rows.size, int(rows.max()))
-        _launch(draft, shape, rows, plan.draft_start[order], int((lengths > 0).sum()))
-        if plan.stopping is not None and lengths.any():
-            drafting = _Drafting(plan, plan.stopping, order, self._glance)
-            drafting.look(draft.choices.confidence)
-            return drafting
-        is_doubted = plan.exits is not None and plan.exits.looks_before
-        if is_doubted:
-            self._doubts.begin(order[lengths > 0], draft.choices.confidence)
+        lead, finds = int(plan.lead.max(initial=0)), plan.waits
+        shape = _on_part(first_draft(rows.size, int(rows.max())), 0 if lead else plan.draft_sms, finds)
+        shape = _launch(draft, shape, rows, plan.draft_start[order], int((lengths > 0).sum()))
+        if finds and not shape.finds_rivals:
+            draft.find_rivals(shape)
+        yield order
         for done in range(1, int(lengths.max())):
-            draft.launch(next_draft(int((lengths > done).sum()) if self.ragged else order.size))
-            if is_doubted:
-                self._doubts.note(order[lengths > done], draft.choices.confidence)
-        return None
+            if plan.outcomes and done == lead + 1:
+                lengths = self._branch(flight, draft, order, done)
+            shape = next_draft(int((lengths > done).sum()) if self.ragged else order.size)
+            draft.launch(replace(shape, num_sms=0 if done < lead else plan.draft_sms, finds_rivals=finds))
+            yield order
+
+    def _branch(self, flight: _Flight, draft: CudaModel, order: IntArray, done: int) -> IntArray:
+        """Let branches draft on, too, now that the first token behind those to be verified is there: all lengths.
+
+        They are `done` tokens behind a start that there never was.
+        """
+        plan = flight.plan
+        branches = flight.branches = Branches.of(plan, self._history.shape[0])
+        if branches is None:
+            return plan.lengths[order]
+        fork(branches, self._slots, draft.table, draft.pages)
+        slots = np.concatenate([plan.slots[order], branches.slots])
+        start = np.concatenate([plan.draft_start[order], branches.positions - done + 1])
+        lengths = np.concatenate([plan.lengths[order], branches.sizes + done])
+        rows = np.concatenate([plan.draft_rows[order], np.zeros_like(branches.slots)])
+        longest = np.argsort(-lengths, kind="stable")
+        none = np.zeros_like(slots)
+        draft.set_requests(
+            slots[longest], start[longest], rows[longest], none, none.astype(bool), none.astype(bool), none, none
+        )
+        draft.set_lengths(lengths[longest], done)
+        return lengths[longest]
 
     def _look_up(self, ngrams: NgramDrafter, plan: StepPlan) -> IntArray:
         """Prompt lookup on the host, and its finds to the device."""
@@ -365,15 +481,20 @@ class CudaExecutor:
         if shape is None:
             shape = self._verification(plan, num_drafted)
             shape = _launch(target, shape, plan.num_rows + num_drafted, plan.start, int(judged.sum()))
+        flight.landing.marks.verified()
+        if plan.overlaps:
+            self._draft_beside(flight)
         flight.told = self._refine(plan, judged, shape)
         requests = target.requests_of(shape)
-        flight.landing.marks.verified()
         if plan.overlaps:
             self._lane.join()
         judge(
             target.choices, requests, target.rows.cu_wanted[: shape.num_requests + 1], self._slots,
             self._packed[: shape.num_requests], overlaps=plan.overlaps, acceptance=self._acceptance,
         )  # fmt: skip
+        if flight.branches is not None and self._draft is not None:
+            draft = self._draft
+            adopt(flight.branches, self._slots, draft.table, draft.pages, self._packed, self._adoption)
 
     def _set_target_requests(self, plan: StepPlan, num_drafted: IntArray) -> None:
         self._target.set_requests(
@@ -387,6 +508,7 @@ class CudaExecutor:
         num_rows = plan.num_rows + num_drafted
         most = int(num_rows.max())
         shape = verification(int(num_rows.sum()), most if most == 1 else max(most, self._usual_rows))
+        shape = _on_part(shape, self._lanes.num_sms - plan.draft_sms if plan.draft_sms else 0)
         return shape if shape is not None and self._target.has_graph_of(shape) else None
 
     def _exit_before(self, flight: _Flight, exiting: Exiting) -> None:
@@ -495,7 +617,7 @@ class CudaExecutor:
         self._target.choices.tokens[where] = self._refined.tokens[: rows.slots.size]
 
     def _result(self, flight: _Flight, seconds: StepSeconds) -> StepResult:
-        plan, told = flight.plan, flight.told
+        plan, told, adopted = flight.plan, flight.told, None
         packed = flight.landing.received[: plan.slots.size].numpy().astype(np.int64)
         samples = plan.samples
         num_accepted = np.where(samples, packed[:, 0], 0)
@@ -505,13 +627,21 @@ class CudaExecutor:
         offsets = np.arange(owners.size) - np.repeat(np.cumsum(emitted) - emitted, emitted)
         token_ids = tokens[owners, offsets]
         self._remember(plan, owners, offsets, token_ids)
-        hits = samples & (plan.lengths > 0) & (packed[:, HIT] != 0) if plan.overlaps else None
+        hits = None
+        if plan.overlaps:
+            goes_on = (plan.chunks_of(flight.num_drafted) > 0) & (flight.num_verified == plan.judged)
+            hits = samples & goes_on & (packed[:, HIT] == 1)
+        # of frontiers that were void there was nothing to verify
+        num_verified = np.minimum(flight.num_verified, flight.settled.judged_of(flight.num_drafted))
+        if hits is not None and plan.outcomes:
+            adopted = samples & (packed[:, HIT] == 2)
+            hits = hits | adopted
         failures = dict.fromkeys(np.flatnonzero(samples & (packed[:, 1] != 0)).tolist(), BROKEN)
         failures |= {owner: why for owner, offset, why in told.failed if offset < emitted[owner]}
         answers = {i: some[: int(emitted[i])] for i, some in told.all_logprobs().items()}
         return StepResult(
-            flight.num_drafted, flight.num_verified, num_accepted, token_ids, answers, failures, seconds,
-            flight.confidence, flight.exits, hits,
+            flight.num_drafted, num_verified, num_accepted, token_ids, answers, failures, seconds,
+            flight.confidence, flight.exits, hits, adopted,
         )  # fmt: skip
 
     def _remember(self, plan: StepPlan, owners: IntArray, offsets: IntArray, token_ids: IntArray) -> None:
@@ -593,39 +723,47 @@ def _launch(model: CudaModel, shape: Shape | None, num_rows: IntArray, start: In
     return shape
 
 
+def _on_part(shape: Shape | None, num_sms: int, finds_rivals: bool = False) -> Shape | None:
+    return None if shape is None else replace(shape, num_sms=num_sms, finds_rivals=finds_rivals)
+
+
 def _decode_all(plan: StepPlan) -> bool:
     """Whether nobody has a prompt to compute."""
     return bool(plan.samples.all()) and not (plan.num_rows > 1).any()
 
 
 class _Marks:
-    """When drafting and verification ended on the device. Off a GPU nothing is measured, and nothing waited for."""
+    """When parts of a step ended on the device. Off a GPU nothing is measured, and nothing waited for."""
 
     def __init__(self, device: torch.device) -> None:
         make: Any = torch.cuda.Event
-        self._events = [make(enable_timing=True) for _ in range(4)] if device.type == "cuda" else []
+        self._events = [make(enable_timing=True) for _ in range(5)] if device.type == "cuda" else []
 
     def start(self) -> None:
         self._record(0)
 
-    def drafted(self) -> None:
+    def forked(self) -> None:
+        """Verification begins, while drafting goes on."""
         self._record(1)
 
-    def verified(self) -> None:
+    def drafted(self) -> None:
         self._record(2)
 
-    def finished(self) -> None:
+    def verified(self) -> None:
         self._record(3)
 
+    def finished(self) -> None:
+        self._record(4)
+
     def wait(self, overlaps: bool = False) -> StepSeconds:
-        """Until the device is there. What overlaps began together."""
+        """Until the device is there."""
         if not self._events:
             return StepSeconds()
-        self._events[3].synchronize()
+        self._events[4].synchronize()
         if not overlaps:
-            return StepSeconds(self._between(0, 1), self._between(1, 3))
-        draft, verify = self._between(0, 1), self._between(0, 2)
-        return StepSeconds(draft, verify, draft + verify - self._between(0, 3))
+            return StepSeconds(self._between(0, 2), self._between(2, 4))
+        draft, verify = self._between(0, 2), self._between(1, 3)
+        return StepSeconds(draft, verify, draft + verify - self._between(0, 4))
 
     def _between(self, first: int, last: int) -> float:
         return float(self._events[first].elapsed_time(self._events[last])) / 1e3
@@ -642,13 +780,17 @@ class _Lane:
         make: Any = torch.cuda.Stream
         self._stream = make(device) if device.type == "cuda" else None
 
+    def fork(self) -> None:
+        """It runs beside what the current stream gets from here on, and behind what that has."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+
     @contextmanager
-    def fork(self) -> Iterator[None]:
-        """What is enqueued inside runs beside what the current stream gets from here on, and behind what it has."""
+    def switch(self) -> Iterator[None]:
+        """What is enqueued inside is enqueued on it."""
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield
 
@@ -768,12 +910,15 @@ class _Drafting:
 class _Flight:
     """A step that was submitted and not collected."""
 
-    plan: StepPlan
+    plan: StepPlan  # as it runs
     landing: _Landing
+    settled: StepPlan  # as it stood when it ran, or on the device
     num_drafted: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     num_verified: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     confidence: FloatArray | None = None
     exits: ExitReadings | None = None
     rest: Iterator[None] = field(default_factory=lambda: iter(()))  # of what the host has to do for it
+    branches: Branches | None = None
+    beside: Iterator[IntArray] = field(default_factory=lambda: iter(()))  # tokens to be drafted on the other lane
     is_launched: bool = False  # and there is none
     told: _Told = field(default_factory=lambda: _Told())

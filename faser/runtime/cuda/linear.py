@@ -21,7 +21,7 @@ launch in between is always safe, but gives that overlap away.
 # ruff: noqa: N803, N806 (what a kernel is compiled for is in capitals)
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -79,11 +79,17 @@ class Workspace:
 
 
 @lru_cache(maxsize=4096)
-def choose(product: Product, num_rows: int, n: int, k: int, dtype: torch.dtype, can_split: bool = True) -> Plan:
+def choose(
+    product: Product, num_rows: int, n: int, k: int, dtype: torch.dtype, can_split: bool = True, num_sms: int = 0
+) -> Plan:
     """The fastest known plan, measured on an H200 in stacks of layers of Llama-3.2-1B's and Llama-3.1-8B's shape.
 
-    n is the number of outputs (of the MLP's gate alone). Without a workspace nothing is split.
+    n is the number of outputs (of the MLP's gate alone). Without a workspace nothing is split. On a part of the device
+    of num_sms SMs fewer programs run at once.
     """
+    if num_sms:
+        plan = choose(product, num_rows, n, k, dtype, can_split)
+        return _on_part(plan, num_sms, n, k)
     if dtype is torch.float32:
         return _chunks(4, min(1024, _power(k)), 4) if num_rows == 1 else CUBLAS
     if num_rows == 1:
@@ -95,6 +101,19 @@ def choose(product: Product, num_rows: int, n: int, k: int, dtype: torch.dtype, 
     if num_rows <= TILE_ROWS:
         return _for_few_rows(product, num_rows, n, k, can_split)
     return CUBLAS
+
+
+def _on_part(plan: Plan, num_sms: int, n: int, k: int) -> Plan:
+    """As many programs an SM as on the whole device."""
+    if plan.kernel == "walk" and plan.programs < triton.cdiv(n, plan.block_n):
+        return _walk(plan.block_n, k, plan.num_warps, max(1, plan.programs * num_sms // NUM_SMS), n, num_sms)
+    if plan.kernel == "tiles":
+        most = max(triton.cdiv(n, plan.block_n), MAX_SPLIT_PROGRAMS * num_sms // NUM_SMS)
+        split = plan.split
+        while split > 1 and split * triton.cdiv(n, plan.block_n) > most:
+            split //= 2
+        return replace(plan, split=split)
+    return plan
 
 
 def _for_one_row(product: Product, n: int, k: int) -> Plan:
@@ -140,10 +159,10 @@ def _chunks(block_n: int, block_k: int, num_warps: int, per_sm: int = 0) -> Plan
     return Plan("chunks", block_n, block_k, num_warps, per_sm=per_sm)
 
 
-def _walk(block_n: int, k: int, num_warps: int, programs: int, n: int) -> Plan:
+def _walk(block_n: int, k: int, num_warps: int, programs: int, n: int, num_sms: int = NUM_SMS) -> Plan:
     """Programs that take several steps must all run at once."""
     num_blocks = triton.cdiv(n, block_n)
-    per_sm = triton.cdiv(programs, NUM_SMS) if programs < num_blocks else 0
+    per_sm = triton.cdiv(programs, num_sms) if programs < num_blocks else 0
     return Plan("walk", block_n, _power(k), num_warps, min(programs, num_blocks), per_sm)
 
 
@@ -164,9 +183,10 @@ def norm_linear(
     normed: Tensor,
     workspace: Workspace | None = None,
     plan: Plan | None = None,
+    num_sms: int = 0,
 ) -> None:
     """out = rms_norm(x) @ weight^T + bias. x [R, K], weight [N, K], out [R, N]; normed [R, K] is scratch."""
-    plan = plan or choose("norm", *_shape(x, weight), weight.dtype, workspace is not None)
+    plan = plan or choose("norm", *_shape(x, weight), weight.dtype, workspace is not None, num_sms)
     if plan.kernel in ("chunks", "walk"):
         _launch_rows(plan, x, weight, out, norm=norm_weight, eps=eps, bias=bias)
         return
@@ -180,10 +200,17 @@ def norm_linear(
 
 
 def norm_head(
-    x: Tensor, norm_weight: Tensor, eps: float, head: Tensor, out: Tensor, normed: Tensor, plan: Plan | None = None
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    head: Tensor,
+    out: Tensor,
+    normed: Tensor,
+    plan: Plan | None = None,
+    num_sms: int = 0,
 ) -> None:
     """out = rms_norm(x) @ head^T, in float32 if out is. x [R, K], head [V, K], out [R, V]; normed [R, K] is scratch."""
-    plan = plan or choose("head", *_shape(x, head), head.dtype)
+    plan = plan or choose("head", *_shape(x, head), head.dtype, num_sms=num_sms)
     if plan.kernel in ("chunks", "walk"):
         _launch_rows(plan, x, head, out, norm=norm_weight, eps=eps)
         return
@@ -205,13 +232,14 @@ def norm_gate_up(
     normed: Tensor,
     gate_up: Tensor,
     plan: Plan | None = None,
+    num_sms: int = 0,
 ) -> None:
     """out = silu(gate) * up, where [gate | up] = rms_norm(x) @ weight^T.
 
     x [R, K], weight [2 * I, K], out [R, I]; normed [R, K] and gate_up [R, 2 * I] are scratch.
     """
     num_rows, num_weights, k = _shape(x, weight)
-    plan = plan or choose("gate_up", num_rows, num_weights // 2, k, weight.dtype)
+    plan = plan or choose("gate_up", num_rows, num_weights // 2, k, weight.dtype, num_sms=num_sms)
     if plan.kernel in ("chunks", "walk"):
         _launch_rows(plan, x, weight, out, norm=norm_weight, eps=eps, gated=True)
         return
@@ -230,9 +258,10 @@ def linear_residual(
     bias: Tensor | None = None,
     workspace: Workspace | None = None,
     plan: Plan | None = None,
+    num_sms: int = 0,
 ) -> None:
     """residual += x @ weight^T + bias, in place. x [R, K], weight [N, K], residual [R, N]."""
-    plan = plan or choose("residual", *_shape(x, weight), weight.dtype, workspace is not None)
+    plan = plan or choose("residual", *_shape(x, weight), weight.dtype, workspace is not None, num_sms)
     if plan.kernel in ("chunks", "walk"):
         _launch_rows(plan, x, weight, residual, bias=bias, residual=residual)
     elif plan.kernel == "tiles":

@@ -8,7 +8,9 @@ and neither write KV nor choose tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -20,8 +22,9 @@ from torch import Tensor
 from faser.models.transformer import Layer, Transformer
 from faser.runtime.cuda import attention, linear
 from faser.runtime.cuda.attention import AttentionConfig, Tiles, Workspace
+from faser.runtime.cuda.lanes import Lanes
 from faser.runtime.cuda.rows import NUM_COLUMNS, DeviceRows, Requests, expand, next_draft_rows, regather, settle
-from faser.runtime.cuda.sampling import Choices, Slots, sample, stand
+from faser.runtime.cuda.sampling import Choices, Slots, find_rivals, sample, stand
 from faser.runtime.cuda.transfer import Staging, send
 from faser.runtime.kv_cache import bytes_per_page
 from faser.types import IntArray, PageWrites
@@ -61,6 +64,8 @@ class Shape:
     num_wanted: int  # rows whose next token is sampled
     drafts_on: bool = False  # a row for each request that is still drafting, instead of the rows of the plan
     is_mixed: bool = False  # rows of requests that differ much, cut into tiles by the host; sampled from separately
+    num_sms: int = 0  # of the part of the device it keeps to; 0: the whole
+    finds_rivals: bool = False  # and remembers the next best tokens of those it samples
 
     @property
     def wants_all(self) -> bool:
@@ -109,6 +114,7 @@ class CudaModel:
         max_rows: int,
         max_context: int,
         page_size: int,
+        lanes: Lanes,
         writes: bool = False,
     ) -> None:
         config, device, dtype = model.config, model.device, model.dtype
@@ -132,6 +138,7 @@ class CudaModel:
         # A stream to capture graphs on: what cuBLAS works in belongs to the stream, and two models may run at a time.
         make: Any = torch.cuda.Stream
         self._stream = make(device) if device.type == "cuda" else None
+        self._lanes = lanes
         self._max_context = max_context
         self._staging = Staging(self.requests.memory, NUM_COLUMNS)
         self._staged_lengths = Staging(self._drafting, 1)
@@ -199,9 +206,12 @@ class CudaModel:
         """Fewer drafts of the requests that were set last; the forward's first part has settled the rest."""
         self.requests.num_drafted[: num_drafted.size].copy_(send(num_drafted.astype(np.int32), self.model.device))
 
-    def set_lengths(self, lengths: IntArray) -> None:
-        """How much each of these requests drafts, the longest first; the first forward brings the first token."""
-        self._staged_lengths.write((lengths,), 1)
+    def set_lengths(self, lengths: IntArray, done: int = 1) -> None:
+        """How much each of these requests drafts, the longest first, and how much of it the next `drafts_on` finds.
+
+        The first forward brings the first token.
+        """
+        self._staged_lengths.write((lengths,), done)
 
     def has_graph_of(self, shape: Shape) -> bool:
         """Whether one tile holds all rows of a request, as the graphs' static tiles need; mixed ones have others."""
@@ -226,9 +236,13 @@ class CudaModel:
         """Make the graph of a shape, unless there is one. A forward runs meanwhile, for no requests."""
         if shape in self._graphs:
             return
-        self._graphs[shape] = self._capture_idle(lambda: self.forward(shape))
+        self._graphs[shape] = self._capture_idle(lambda: self.forward(shape), shape.num_sms)
 
-    def _capture_idle(self, run: Callable[[], None]) -> Callable[[], None]:
+    def forget_parts(self) -> None:
+        """The graphs that keep to a part of the device."""
+        self._graphs = {shape: graph for shape, graph in self._graphs.items() if not shape.num_sms}
+
+    def _capture_idle(self, run: Callable[[], None], num_sms: int = 0) -> Callable[[], None]:
         """A graph of what `run` enqueues, captured while there are no requests, no tiles and no wanted rows."""
         wide, narrow = self._wide, self._narrow
         contents = (
@@ -238,7 +252,7 @@ class CudaModel:
         kept = [(each, each.clone()) for each in contents]
         for count in (self.requests.num_requests, wide.num_tiles, narrow.num_tiles, self.rows.cu_wanted):
             count.zero_()
-        graph = _capture(run, self.model.device, self._stream)
+        graph = _capture(run, self.model.device, self._lanes.stream(num_sms) if num_sms else self._stream)
         for each, content in kept:
             each.copy_(content)
         return graph
@@ -318,7 +332,7 @@ class CudaModel:
         else:
             attending = self._attend_cut(shape, requests, rows, num_rows, start)
         torch.index_select(self.model.embedding, 0, rows.token_ids, out=self._hidden[: shape.num_rows])
-        hidden = self._run_layers(shape.num_rows, rows, attending, range(self.model.num_layers))
+        hidden = self._run_layers(shape, rows, attending, range(self.model.num_layers))
         if shape.num_wanted:
             self._choose(shape, rows, hidden)
 
@@ -335,7 +349,7 @@ class CudaModel:
         else:
             torch.index_select(self.model.embedding, 0, rows.token_ids, out=hidden)
         attending = self._attending(shape, self._attention_config(shape), self._tiles(shape, requests, rows))
-        self._run_layers(shape.num_rows, rows, [attending], range(first, last))
+        self._run_layers(shape, rows, [attending], range(first, last))
         if last == self.model.num_layers:
             self._choose(shape, rows, hidden)
 
@@ -391,17 +405,20 @@ class CudaModel:
     # ── attention ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _attention_config(self, shape: Shape) -> AttentionConfig:
-        return self._config_for(max(1, shape.num_rows // shape.rows_per_request), shape.rows_per_request)
+        num_requests = max(1, shape.num_rows // shape.rows_per_request)
+        return self._config_for(num_requests, shape.rows_per_request, num_sms=shape.num_sms)
 
     def _narrow_config(self, shape: Shape) -> AttentionConfig:
         """For the requests of few rows in a step that has others."""
         return self._config_for(self.requests.slots.shape[0], min(FEW_ROWS, shape.num_rows), shape.num_rows)
 
-    def _config_for(self, num_requests: int, rows_per_request: int, step_rows: int | None = None) -> AttentionConfig:
+    def _config_for(
+        self, num_requests: int, rows_per_request: int, step_rows: int | None = None, num_sms: int = 0
+    ) -> AttentionConfig:
         config = self.model.config
         return attention.choose(
             num_requests, rows_per_request, self._max_context, config.num_heads, config.num_kv_heads, config.head_dim,
-            self.model.dtype, step_rows=step_rows,
+            self.model.dtype, num_sms or linear.NUM_SMS, step_rows,
         )  # fmt: skip
 
     def _attending(self, shape: Shape, config: AttentionConfig, tiles: Tiles) -> Attending:
@@ -456,43 +473,45 @@ class CudaModel:
     # ── layers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _run_layers(
-        self, num_rows: int, rows: DeviceRows, attending: Sequence[Attending], layers: Iterable[int]
+        self, shape: Shape, rows: DeviceRows, attending: Sequence[Attending], layers: Iterable[int]
     ) -> Tensor:
         """On the rows in `_hidden`."""
-        hidden = self._hidden[:num_rows]
+        hidden = self._hidden[: shape.num_rows]
         for index in layers:
             layer = self.model.layers[index]
-            qkv = self._project(layer, hidden)
+            qkv = self._project(layer, hidden, shape.num_sms)
             attention.rotate_and_write(
                 qkv, rows.positions, rows.slots, rows.num_rows, self.table, self.model.cos, self.model.sin,
                 self.pages[index], layer.qk_norm, self.model.config.norm_eps, overlap=self._overlaps,
             )  # fmt: skip
-            attended = self._attended[:num_rows]
+            attended = self._attended[: shape.num_rows]
             for each in attending:
                 attention.attend(
                     qkv, self.pages[index], self.table, each.tiles, attended, each.workspace, each.config,
                     overlap=self._overlaps,
                 )  # fmt: skip
-            self._finish(layer, hidden, attended)
+            self._finish(layer, hidden, attended, shape.num_sms)
         return hidden
 
-    def _project(self, layer: Layer, hidden: Tensor) -> Tensor:
+    def _project(self, layer: Layer, hidden: Tensor, num_sms: int) -> Tensor:
         qkv, normed = self._qkv[: hidden.shape[0]], self._normed[: hidden.shape[0]]
         eps = self.model.config.norm_eps
         linear.norm_linear(
-            hidden, layer.attention_norm, eps, layer.qkv, layer.qkv_bias, qkv.flatten(1), normed, self._linear
-        )
+            hidden, layer.attention_norm, eps, layer.qkv, layer.qkv_bias, qkv.flatten(1), normed, self._linear,
+            num_sms=num_sms,
+        )  # fmt: skip
         return qkv
 
-    def _finish(self, layer: Layer, hidden: Tensor, attended: Tensor) -> None:
+    def _finish(self, layer: Layer, hidden: Tensor, attended: Tensor, num_sms: int) -> None:
         """The rest of a layer: what attention found, and the gated MLP, added to `hidden` in place."""
         size, eps = hidden.shape[0], self.model.config.norm_eps
-        linear.linear_residual(attended, layer.out, hidden, layer.out_bias, self._linear)
+        linear.linear_residual(attended, layer.out, hidden, layer.out_bias, self._linear, num_sms=num_sms)
         activated = self._activated[:size]
         linear.norm_gate_up(
-            hidden, layer.mlp_norm, eps, layer.gate_up, activated, self._normed[:size], self._gate_up[:size]
-        )
-        linear.linear_residual(activated, layer.down, hidden, None, self._linear)
+            hidden, layer.mlp_norm, eps, layer.gate_up, activated, self._normed[:size], self._gate_up[:size],
+            num_sms=num_sms,
+        )  # fmt: skip
+        linear.linear_residual(activated, layer.down, hidden, None, self._linear, num_sms=num_sms)
 
     def _choose(self, shape: Shape, rows: DeviceRows, hidden: Tensor) -> None:
         """The head and the sampling, some rows at a time."""
@@ -502,12 +521,23 @@ class CudaModel:
             some = slice(first, min(first + HEAD_ROWS, shape.num_wanted))
             logits = self._logits[: some.stop - first]
             linear.norm_head(hidden[some], self.model.final_norm, self.model.config.norm_eps, self.model.head, logits,
-                             self._normed[some])  # fmt: skip
+                             self._normed[some], num_sms=shape.num_sms)  # fmt: skip
             num_rows = rows.num_wanted if first == 0 else torch.sub(rows.num_wanted, first, out=self._rest)
             sample(
                 logits, rows.wanted_slots[some], rows.wanted_positions[some], num_rows, self._slots,
                 _some_choices(self.choices, some), vocabulary=self._vocabulary, write=self._writes,
                 confidence=self._writes,
+            )  # fmt: skip
+        if shape.finds_rivals:
+            self.find_rivals(shape)
+
+    def find_rivals(self, shape: Shape) -> None:
+        """Remember the next best tokens of those sampled last, as far as their logits are at hand."""
+        size, rows = shape.num_wanted, self._rows_of(shape)
+        if size <= HEAD_ROWS:
+            find_rivals(
+                self._logits[:size], rows.wanted_slots[:size], rows.wanted_positions[:size], rows.num_wanted,
+                self._slots, self.choices, vocabulary=self._vocabulary,
             )  # fmt: skip
 
 
@@ -539,6 +569,18 @@ def _capture(run: Callable[[], None], device: torch.device, stream: Any) -> Call
     run()  # compiles what is not compiled yet, outside the capture
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, stream=stream), _without_collecting():
         run()
     return graph.replay
+
+
+@contextmanager
+def _without_collecting() -> Iterator[None]:
+    """A graph must not be freed while another is captured, and garbage may hold some."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

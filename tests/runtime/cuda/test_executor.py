@@ -16,6 +16,7 @@ from faser.config import EngineOptions
 from faser.models.transformer import Transformer
 from faser.policy import Fixed
 from faser.policy.early_exit import EarlyExit, ExitPoint, ExitRule
+from faser.policy.overlap import Overlap
 from faser.runtime.build import build_engine
 from faser.text import Tokenizer
 from faser.types import ExitReadings, Grammar, Request, SamplingParams
@@ -50,7 +51,7 @@ def make_engine(device: str, target: Transformer, draft=None, policy=None, token
     from faser.runtime.cuda.device import CudaDevice
 
     place = CudaDevice()
-    place.runs_ahead, place.can_overlap = ahead, True
+    place.runs_ahead = ahead
     options = {"max_running": 6, "max_batch_tokens": 64, "page_size": 4, "num_pages": 300, **sizes}
     moved = on(draft, device) if isinstance(draft, Transformer) else draft
     return build_engine(on(target, device), moved, EngineOptions(policy=policy, **options), tokenizer, place)
@@ -263,6 +264,54 @@ def test_frontiers_are_settled_on_the_device(device, kind, ahead):
     assert serve(engine, requests).tokens == expected.tokens
     if kind == "right":
         assert engine.stats.hits == engine.stats.chunks > 0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("leads", [False, True])
+def test_branches_are_adopted_as_on_the_cpu_and_change_no_token(device, leads, ahead):
+    leave_most_to_the_gpu(device, leads and not ahead)
+    target = Transformer.random(replace(CONFIGS["llama3"], head_dim=16, num_layers=1), 0, std=0.3)
+    draft = make_draft(target, noise=0.05)
+    plain = [r for r in make_requests(target.config) if r.id in ("greedy", "sampled", "hot")]
+    requests = [replace(r, params=replace(r.params, max_tokens=10), stop_ids=frozenset()) for r in plain]
+    expected = reference(target, requests)
+    adopted = []
+    for engine in (
+        make_engine(device, target, draft, Fixed(2), ahead=ahead, overlap="on"),
+        build_engine(target, draft, EngineOptions(policy=Fixed(2), num_pages=300, page_size=4, overlap="on")),
+    ):
+        engine.scheduler.overlap = Overlap("on", leads=leads, outcomes=2)
+        assert serve(engine, requests).tokens == expected.tokens
+        adopted.append((engine.stats.chunks, engine.stats.hits, engine.stats.adopted))
+    assert adopted[0][2] > 0
+    if not ahead:  # near its end a request drafts less where it counts on more
+        assert adopted[0] == adopted[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(8))
+def test_lanes_wait_for_one_another_however_long_each_takes(seed):
+    """Before every launch its stream sleeps, or does not: what does not wait for what it needs, shows."""
+    target = Transformer.random(replace(CONFIGS["llama3"], head_dim=16, num_layers=2), 0, std=0.3)
+    requests = make_requests(target.config)
+    expected = reference(target, requests)
+    engine = make_engine("cuda", target, make_draft(target), RandomLengths(seed=seed), ahead=True, overlap="on")
+    engine.scheduler.overlap = SometimesOverlap(seed, (0, *engine.executor.splits))
+    random = np.random.default_rng(seed)
+    for model in (engine.executor._target, engine.executor._draft):
+        model.launch = late(model.launch, random)
+    assert serve(engine, requests, {r.id: i for i, r in enumerate(requests)}).tokens == expected.tokens
+    assert engine.stats.hits > 0
+    engine.close()
+
+
+def late(launch, random):
+    def launch_late(shape):
+        if random.random() < 0.5:
+            torch.cuda._sleep(int(random.integers(1, 1_000_000)))  # cycles: up to half a millisecond
+        launch(shape)
+
+    return launch_late
 
 
 def test_rows_to_be_filtered_are_found_behind_frontiers_that_were_missed(device):

@@ -1,0 +1,122 @@
+"""Parts of the device: streams whose kernels keep to some of its SMs.
+
+Knows the driver's green contexts and nothing of models or graphs. A device is split in two, once for each number of SMs
+of the smaller part, and stays so until the end. A graph keeps to the SMs of the stream it was captured on, whichever
+stream it is launched on; so graphs are captured here, and nothing is ever launched here.
+
+Our own products are told how many SMs there are (faser/runtime/cuda/linear.py). cuBLAS is not: on an H200 it is slower
+when it is (`docs/lab.md`).
+"""
+
+# mypy: disable-error-code="import-untyped, import-not-found"
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any
+
+import torch
+
+from faser.errors import EngineError
+
+log = logging.getLogger("faser.engine")
+
+SMALLER_PARTS = (32, 64)  # SMs of the smaller part: on Hopper a multiple of 8
+
+
+class Lanes:
+    """The streams of parts, by their number of SMs: no two parts have as many."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams: dict[int, Any] = {}
+        self._contexts: list[Any] = []
+
+    @property
+    def num_sms(self) -> int:
+        """Of the whole device."""
+        if self._device.type != "cuda":
+            return 0
+        return int(torch.cuda.get_device_properties(self._device).multi_processor_count)
+
+    @property
+    def splits(self) -> tuple[int, ...]:
+        """SMs of the smaller parts there can be; none where the driver has no green contexts."""
+        if self._device.type != "cuda" or not _has_green_contexts():
+            return ()
+        return tuple(each for each in SMALLER_PARTS if 2 * each < self.num_sms)
+
+    def stream(self, num_sms: int) -> Any:
+        """The stream of a part: of `splits`, or of what such a part leaves."""
+        if self._device.type != "cuda":
+            return None
+        if num_sms not in self._streams:
+            smaller = min(num_sms, self.num_sms - num_sms)
+            for part in _split(self._device, smaller):
+                self._contexts.append(part)
+                self._streams[part.num_sms] = torch.cuda.ExternalStream(part.stream, device=self._device)  # type: ignore[no-untyped-call]
+        return self._streams[num_sms]
+
+    def close(self) -> None:
+        """Behind the graphs that were captured here, which must be gone."""
+        self._streams.clear()
+        while self._contexts:
+            self._contexts.pop().destroy()
+
+
+class _Part:
+    """A green context and a stream of it."""
+
+    def __init__(self, device: Any, resource: Any) -> None:
+        driver = _driver()
+        self.num_sms = int(resource.sm.smCount)
+        description = _done(driver.cuDevResourceGenerateDesc([resource], 1))
+        flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+        self._context = _done(driver.cuGreenCtxCreate(description, device, flags.value))
+        is_apart = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        self._stream = _done(driver.cuGreenCtxStreamCreate(self._context, is_apart.value, 0))
+
+    @property
+    def stream(self) -> int:
+        return int(self._stream)
+
+    def destroy(self) -> None:
+        driver = _driver()
+        _done(driver.cuStreamDestroy(self._stream))
+        _done(driver.cuGreenCtxDestroy(self._context))
+
+
+def _split(device: torch.device, num_sms: int) -> tuple[_Part, _Part]:
+    """A part of so many SMs, and the rest."""
+    driver = _driver()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    whole = _done(driver.cuDeviceGet(device.index or 0))
+    kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+    resource = _done(driver.cuDeviceGetDevResource(whole, kind))
+    groups, _, rest = _done(driver.cuDevSmResourceSplitByCount(1, resource, 0, num_sms))
+    if groups[0].sm.smCount != num_sms:
+        raise EngineError(f"the device cannot be split at {num_sms} of its {resource.sm.smCount} SMs")
+    return _Part(whole, groups[0]), _Part(whole, rest)
+
+
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver
+
+
+@cache
+def _has_green_contexts() -> bool:
+    try:
+        return hasattr(_driver(), "cuGreenCtxStreamCreate")
+    except ImportError as error:
+        log.info("the GPU is not split: %s", error)
+        return False
+
+
+def _done(answer: tuple[Any, ...]) -> Any:
+    """What a call of the driver gave beside its status."""
+    status, *values = answer
+    if status.value:
+        raise EngineError(f"the driver refused to split the GPU: {status.name}")
+    return values[0] if len(values) == 1 else values
