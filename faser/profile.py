@@ -363,7 +363,7 @@ class ProfiledCost:
         """Take in how long a step really took, by its parts where they were measured; one that overlapped says less."""
         if plan.overlaps:
             if plan.waits and spent.total > 0:
-                more = min(max(seconds - spent.total - self._host, 0.0), seconds / 2)
+                more = min(max(seconds - spent.total - self._host, 0.0), spent.total / 2)  # no pause of the process
                 self._num_awaited += 1
                 self._await += max(1 / self._num_awaited, 1 - FADING) * (more - self._await)
             return

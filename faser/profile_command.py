@@ -10,7 +10,7 @@ from pathlib import Path
 from faser import arguments
 from faser.config import EngineOptions
 from faser.errors import ConfigError
-from faser.profile import CURVES, Curve, Profile
+from faser.profile import CURVES, Beside, Curve, Profile
 
 AIM = 0.075  # what predictions of either model may be off by, on average
 TITLES = {
@@ -53,6 +53,7 @@ def _keep(found: Profile, out: str | None) -> str:
 def render(found: Profile) -> str:
     about = "\n".join(f"{name}: {value}" for name, value in found.about.items())
     tables = [_table(TITLES[name], getattr(found, name)) for name in CURVES]
+    tables += map(_beside_table, found.besides)
     return "\n\n".join([about, *tables, _verdict(found)])
 
 
@@ -65,6 +66,22 @@ def _table(title: str, curve: Curve) -> str:
     points = zip(curve.rows, curve.seconds, curve.per_token, strict=True)
     cells += [(f"{rows:,}", f"{1e3 * seconds:.3f}", f"{1e9 * each:.2f}") for rows, seconds, each in points]
     return "\n".join([title + steps, *_aligned(cells)])
+
+
+def _beside_table(beside: Beside) -> str:
+    """Of drafting and verification at a time, on one split of the device."""
+    where = f"on {beside.draft_sms} SMs of its own" if beside.draft_sms else "all shared"
+    columns = (beside.draft, beside.verify, beside.together)
+    cells: list[tuple[str, ...]] = [("", "draft alone", "verify alone", "together", "not hidden")]
+    cells += [
+        (
+            f"{size:,}",
+            *(f"{1e3 * each.seconds[i]:.3f} ms" for each in columns),
+            f"{100 * beside.share.seconds[i]:.0f} %",
+        )
+        for i, size in enumerate(beside.share.rows)
+    ]
+    return "\n".join([f"drafting beside verification, {where}, by requests", *_aligned(cells)])
 
 
 def _aligned(cells: Sequence[tuple[str, ...]]) -> Iterable[str]:

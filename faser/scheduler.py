@@ -596,6 +596,8 @@ class Scheduler:
         if chunks is not None:
             lead = np.where(frontier > 0, 0, chunks.lead)
             lengths = np.minimum(chunks.lengths + lead, view.limit)
+            if chunks.leads:  # a void frontier is drafted anew in the same step
+                lengths = np.clip(self._max_draft[slots] - frontier, 0, lengths)
         else:  # one step verifies the frontier and what is drafted now
             lead = lengths = np.clip(self._max_draft[slots] - frontier, 0, lengths)
         none = np.zeros_like(lengths)

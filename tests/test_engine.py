@@ -231,6 +231,15 @@ def test_a_plan_made_ahead_gives_no_lead_to_who_cannot_draft():
     assert (hit.frontier.tolist(), hit.lead.any(), hit.lengths.tolist()) == ([3], False, plan.lengths.tolist())
 
 
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 8])
+def test_a_lead_and_what_is_drafted_behind_it_are_no_more_than_a_request_allows(most):
+    engine, world, executor = make_engine(Fixed(2), agreement=0.6, overlap=Overlap(leads=True), max_batch_tokens=64)
+    world.add(make_request("a", [1, 2, 3], 40, max_draft=most))
+    drain(engine, world)
+    assert world.tokens["a"] == expected_output([1, 2, 3], SEED, 40)
+    assert max(int(result.num_drafted[0]) for _, result in executor.seen) <= most
+
+
 def make_plan_ahead() -> StepPlan:
     """Of one request, behind a step that leads: it counts on a frontier of three."""
     world = World(Fixed(3), overlap=Overlap(leads=True), agreement=1.0, max_batch_tokens=64)

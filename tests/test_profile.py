@@ -321,6 +321,12 @@ def test_waiting_never_takes_less_than_nothing():
     assert 0 <= cost.await_seconds < 0.01 * MS
 
 
+def test_a_pause_is_no_wait():
+    cost = ProfiledCost(GPU)
+    plan = learn_waiting(cost, 1.0, 1)
+    assert cost.await_seconds < GPU.await_seconds + cost.parts(plan).total / 8
+
+
 def test_one_long_pause_hardly_counts():
     cost, plan = ProfiledCost(GPU), make_plan([100], 0)
     parts = cost.parts(plan)

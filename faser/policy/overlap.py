@@ -14,6 +14,7 @@ hold there are two ways to go on:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,9 +79,17 @@ class Way:
 class Overlap:
     """`on`: every step that drafts, by the policy's lengths. `auto`: where it gives more tokens per second."""
 
-    def __init__(self, mode: str = "on", leads: bool = False, outcomes: int = 0, draft_sms: int = 0) -> None:
-        """All but the mode is for `on`."""
+    def __init__(
+        self,
+        mode: str = "on",
+        leads: bool = False,
+        outcomes: int = 0,
+        draft_sms: int = 0,
+        guessing: Sequence[int] = GUESSING,
+    ) -> None:
+        """`guessing` is what `auto` chooses outcomes from; the others are for `on`."""
         self._mode = mode
+        self._guessing = guessing
         self._leads = leads
         self._outcomes = outcomes
         self._draft_sms = draft_sms
@@ -108,8 +117,10 @@ class Overlap:
 
     def _decide(self, view: BatchView, lengths: IntArray) -> Way | None:
         rates = np.minimum(request_rates(view), SURE)
-        # drafts may stop before their lengths
-        apart = max(plain_speed(view, rates, np.minimum(lengths, most)) for most in range(1, int(lengths.max()) + 1))
+        # drafts may stop before their lengths, and what overlaps may be longer than they are
+        others = [np.minimum(lengths, most) for most in range(1, int(lengths.max()) + 1)]
+        others += [np.full_like(lengths, most) for most in LEADING]
+        apart = max(plain_speed(view, rates, each) for each in others)
         best = self.best(view, rates)
         return best if best.speed > apart * (1 + (MARGIN if self._best is None else STAYING)) else None
 
@@ -125,7 +136,7 @@ class Overlap:
             Way(lead_speed(view, rates, lead, split, guesses, self.adoption(guesses)), lead + 1, lead, guesses, split)
             for split in view.cost.splits
             for lead in LEADING
-            for guesses in GUESSING
+            for guesses in self._guessing
         ]
         return max(ways, key=lambda way: way.speed)
 

@@ -102,6 +102,11 @@ class Subject:
         long = max(1, min(self.most_context, self.how.most_context // num_requests))
         return sorted({min(SHORT, max(1, long // 2)), long})
 
+    @property
+    def has_room_beside(self) -> bool:
+        """For a frontier, as many drafts behind it, and the token of the target."""
+        return self.contexts(1)[0] + 2 * MORE + 1 <= self._room
+
     def has_room_for(self, batch: Batch) -> bool:
         most = self.limits.max_batch_tokens
         return max(int((batch.num_rows + batch.lengths).sum()), int(batch.draft_rows.sum())) <= most
@@ -478,7 +483,7 @@ class _Rounds:
         It has seconds of its own, for it comes last and a slow model would have left none.
         """
         subject = self._subject
-        if not subject.has_draft_model or subject.longest < MORE:
+        if not subject.has_draft_model or subject.longest < MORE or not subject.has_room_beside:
             return ()
         splits, ends = list(subject.splits), self._clock() + BESIDE * self._seconds
         found: dict[int, dict[int, tuple[StepSeconds, StepSeconds, float]]] = {split: {} for split in splits}
@@ -498,10 +503,10 @@ class _Rounds:
     def _await_seconds(self) -> float:
         """What the host needs between two steps, where the second has to wait for it."""
         subject = self._subject
-        if not subject.splits or not isinstance(subject.executor, AsyncExecutor) or self._spent() >= ALL:
+        has_none = not subject.splits or not subject.has_draft_model or not subject.has_room_beside
+        if has_none or not isinstance(subject.executor, AsyncExecutor) or subject.longest < MORE:
             return 0.0
-        plain = _alike(1, min(MORE, subject.longest), subject.contexts(1)[0])
-        plain = replace(plain, overlaps=True)
+        plain = replace(_alike(1, MORE, subject.contexts(1)[0]), overlaps=True)
         ahead, waiting = (self._steps.run(replace(plain, waits=waits), max(TURNS)) for waits in (False, True))
         return max(0.0, float(waiting.steps.min() - ahead.steps.min()))
 

@@ -82,7 +82,8 @@ class SimExecutor:
         result = self._result(plan)
         spent = result.seconds
         started = max(self._time.now(), self._free_at)
-        self._free_at = started + spent.total + self._cost.host
+        waiting = self._cost.await_seconds if plan.waits else 0.0
+        self._free_at = started + spent.total + self._cost.host + waiting
         self._flights.append((self._free_at, result))
 
     def collect(self) -> StepResult:
