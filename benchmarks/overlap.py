@@ -116,7 +116,7 @@ def measure(
 
 def best_split(cost: ProfiledCost | None, batch: int) -> int:
     """SMs of the drafting where the least is left of the shorter part."""
-    besides = cost.profile.besides if cost is not None else ()
+    besides = [each for each in cost.profile.besides if batch <= each.share.most_rows] if cost is not None else []
     return min(besides, key=lambda each: float(each.share(batch, 0.0))).draft_sms if besides else 0
 
 

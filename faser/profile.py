@@ -23,7 +23,7 @@ from faser.errors import ConfigError
 from faser.machine import write_whole
 from faser.types import FloatArray, IntArray, StepPlan, StepSeconds
 
-VERSION = 2
+VERSION = 3
 FADING = 0.98  # weight of what was known of the machine's speed against the next step
 KEPT_UP = 2  # context tokens a draft computes at most where nobody's fell behind
 LEAST_FACTOR, MOST_FACTOR = 0.25, 4.0  # how far the steps that run may correct a profile

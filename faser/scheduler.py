@@ -287,12 +287,11 @@ class Scheduler:
         """Where requests stand that drafts were counted on for. Draft pages may have been taken from some meanwhile."""
         self._num_tokens[plan.slots] -= settling.refused
         self._num_computed[plan.slots] -= settling.refused
-        void = settling.missed if plan.overlaps else settling.refused > 0
-        self._draft_computed[plan.slots] -= np.where(void, 0, settling.refused)  # of a branch
-        fewer = plan.slots[void]
-        computed = self._num_tokens[fewer] - 1 - settling.short[void]
+        self._frontier[plan.slots[settling.missed if plan.overlaps else settling.refused > 0]] = 0
+        moved = (settling.refused > 0) | (settling.missed & plan.overlaps)
+        fewer = plan.slots[moved]
+        computed = self._num_tokens[fewer] + self._frontier[fewer] - 1 - settling.short[moved]
         self._draft_computed[fewer] = np.minimum(self._draft_computed[fewer], computed)
-        self._frontier[fewer] = 0
 
     def _settle(self, plan: StepPlan, result: StepResult) -> None:
         """Tell the plan in flight behind this one, if there is one, what this one's drafts came to."""

@@ -206,7 +206,7 @@ class Stats:
     accepted: int = 0  # and kept: tokens behind a stop do not count
     steps: int = 0  # steps that emitted tokens, so that accepted + steps is the number of tokens
     cached: int = 0  # prompt tokens found in the prefix cache when the request first ran
-    lengths: tuple[int, ...] = ()  # index k: how many of these steps drafted k tokens; up to the longest
+    lengths: tuple[int, ...] = ()  # index k: how many of these steps drafted k tokens; up to the longest, or 32
 
     @property
     def pruned(self) -> int:
@@ -358,9 +358,7 @@ class StepPlan:
             anew = np.where(missed & (self.draft_rows > 0), self.frontier, 0)
             lead, lengths = lead + anew if lead.size else anew, lengths + anew
         # what the draft computed holds as far as its tokens do: to the end of a frontier that is left
-        held = (self.frontier > 0) & ~missed
-        moved = self.draft_start - settling.refused
-        valid = np.where(held, moved, np.minimum(self.draft_start, num_tokens - 1 - settling.short))
+        valid = np.minimum(self.draft_start, num_tokens + frontier - 1 - settling.short)
         draft_start = np.where(unsettled, valid, self.draft_start)
         redone = unsettled & (self.draft_rows > 0)  # the draft always catches up with these
         return replace(

@@ -129,6 +129,7 @@ class OracleExecutor:
             if i == 0:
                 self.draft.apply(plan.draft_pages)
             rows = int(plan.draft_rows[i])
+            assert plan.draft_start[i] >= 0
             self.num_draft_rows += rows
             if rows:
                 self.draft.compute(slot, self.history[slot], int(plan.draft_start[i]), rows)

@@ -240,6 +240,21 @@ def test_a_lead_and_what_is_drafted_behind_it_are_no_more_than_a_request_allows(
     assert max(int(result.num_drafted[0]) for _, result in executor.seen) <= most
 
 
+@pytest.mark.parametrize("num_draft_pages", [8, 10, 12, 14])
+def test_a_branch_is_adopted_by_a_request_that_has_lost_its_draft_pages(num_draft_pages):
+    """Then there is nothing of the draft left to move back."""
+    engine, world, executor = make_engine(
+        Fixed(3), agreement=0.5, overlap=Overlap(outcomes=2), num_draft_pages=num_draft_pages, max_batch_tokens=64
+    )
+    prompts = {str(i): list(range(1 + i, 9 + i)) for i in range(6)}
+    for name, prompt in prompts.items():
+        world.add(make_request(name, prompt, 24))
+    drain(engine, world)
+    for name, prompt in prompts.items():
+        assert world.tokens[name] == expected_output(prompt, SEED, 24)
+    assert any(result.adopted is not None and result.adopted.any() for _, result in executor.seen)
+
+
 def make_plan_ahead() -> StepPlan:
     """Of one request, behind a step that leads: it counts on a frontier of three."""
     world = World(Fixed(3), overlap=Overlap(leads=True), agreement=1.0, max_batch_tokens=64)

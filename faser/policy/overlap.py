@@ -14,7 +14,7 @@ hold there are two ways to go on:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,7 +38,7 @@ ADOPTED = {1: 0.23, 2: 0.29, 4: 0.39}
 PRIOR = 30
 LIKELY = (0.5, 0.7, 0.8, 0.9, 0.95)  # rates at which overlapping is looked at before anything is known
 PATIENCE = 16  # steps before the same batch is looked at again, which takes the host a millisecond
-FEW = (1, 2, 4, 8)  # requests, likewise; for more it is not considered
+FEW = (1, 2, 4)  # requests, likewise; for more it is not considered
 CONTEXT = 512  # and tokens of each
 
 
@@ -86,10 +86,12 @@ class Overlap:
         outcomes: int = 0,
         draft_sms: int = 0,
         guessing: Sequence[int] = GUESSING,
+        splits: Collection[int] | None = None,
     ) -> None:
-        """`guessing` is what `auto` chooses outcomes from; the others are for `on`."""
+        """`auto` chooses from `guessing` and `splits` (None: all there are); the others are for `on`, to measure."""
         self._mode = mode
         self._guessing = guessing
+        self._splits = splits
         self._leads = leads
         self._outcomes = outcomes
         self._draft_sms = draft_sms
@@ -127,14 +129,11 @@ class Overlap:
     def best(self, view: BatchView, rates: FloatArray) -> Way:
         """The fastest for requests whose drafts are right at these rates."""
         assert view.cost is not None
-        ways = [
-            Way(ride_speed(view, rates, chunk, split), chunk, 0, 0, split)
-            for split in view.cost.splits
-            for chunk in RIDING
-        ]
+        splits = view.cost.splits if self._splits is None else self._splits
+        ways = [Way(ride_speed(view, rates, chunk, split), chunk, 0, 0, split) for split in splits for chunk in RIDING]
         ways += [
             Way(lead_speed(view, rates, lead, split, guesses, self.adoption(guesses)), lead + 1, lead, guesses, split)
-            for split in view.cost.splits
+            for split in splits
             for lead in LEADING
             for guesses in self._guessing
         ]

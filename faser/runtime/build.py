@@ -176,15 +176,20 @@ def _make_overlap(made: _Made, options: EngineOptions, cost: ProfiledCost | None
     if options.overlap == "off" or made.draft_model is None or not made.device.splits:
         return None
     if options.overlap == "auto":
-        splits = worthwhile(cost) if cost is not None else set()
+        if cost is None or not cost.splits:
+            return None  # nothing is known of it
+        splits = worthwhile(cost)
         if not splits:
             log.info("drafting and verification do not overlap: it would not pay for any batch")
+            if hasattr(made.executor, "forget_parts"):
+                made.executor.forget_parts()
             return None
         log.info("drafting and verification may overlap; SMs of the drafting: %s", sorted(splits))
         if hasattr(made.executor, "prepare_overlap"):  # it has graphs
             with progress_bar("capturing graphs") as update:
                 made.executor.prepare_overlap(splits, update)
-    return Overlap(options.overlap)
+        return Overlap("auto", splits=splits)
+    return Overlap("on")
 
 
 def _make_exits(made: _Made, options: EngineOptions, cost: ProfiledCost | None) -> EarlyExit | None:
@@ -239,6 +244,7 @@ def _make_executor(
             kv_memory=options.kv_memory,
             exit_layers=_exit_layers(policy, draft, options, device, target.num_layers),
             acceptance=options.acceptance,
+            may_overlap=options.overlap != "off",
         )
     )
     return _Made(target, draft, policy, device, limits, executor, num_pages, options.page_size)
@@ -309,7 +315,7 @@ def _measure(made: _Made, budget: float | None = None) -> tuple[Profile, float]:
         how=made.device.profiling,
         exit_layer=made.target.num_layers // 2,
         exit_candidates=candidates_of(made.target.config.vocab_size),
-        splits=made.device.splits,
+        splits=() if made.device.name == "cpu" else made.device.splits,  # there lanes run one after the other
     )
     started = perf_counter()
     with progress_bar("profiling") as update:

@@ -75,6 +75,8 @@ class ModelDrafter:
 
     def draft(self, plan: StepPlan) -> Drafts:
         self._num_rivals, self._branches = plan.outcomes, {}
+        for new in plan.admitted:
+            self._rivals.pop(new.slot, None)
         self._runner.apply(plan.draft_pages)
         drafts = self._draft(plan)
         if plan.outcomes:

@@ -422,6 +422,7 @@ class _Rounds:
         self._update = update
         self._clock = clock
         self._started = clock()
+        self._aside = 0.0  # seconds that do not count
         self._steps = _Steps(subject, clock)
         kinds = (decoding_batches, prompt_batches, catch_up_batches, held_out_batches)
         self._decoding, *self._mixed, self._held_out = (
@@ -436,13 +437,16 @@ class _Rounds:
         for number, batches in enumerate(self._mixed, 1):
             samples.add(self._run(batches, DECODED + (MIXED - DECODED) * number / len(self._mixed), least=1))
         looks, (check, candidates) = self._stop_seconds(), self._exit_check()
+        started = self._clock()
+        besides, waiting = self._besides(), self._await_seconds()
+        self._aside = self._clock() - started
         return replace(
             samples.profile(about),
             stop_seconds=looks,
             exit_check=check,
             exit_candidates=candidates,
-            besides=self._besides(),
-            await_seconds=self._await_seconds(),
+            besides=besides,
+            await_seconds=waiting,
         )
 
     def errors(self, cost: ProfiledCost) -> dict[str, float]:
@@ -552,7 +556,8 @@ class _Rounds:
 
     def _spent(self) -> float:
         """The share of the time."""
-        return (self._clock() - self._started) / self._seconds if self._seconds > 0 else float("inf")
+        spent = self._clock() - self._started - self._aside
+        return spent / self._seconds if self._seconds > 0 else float("inf")
 
 
 # ── from seconds to curves ───────────────────────────────────────────────────────────────────────────────────────────

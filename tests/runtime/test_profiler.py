@@ -511,7 +511,6 @@ def test_the_command_prints_tables_and_one_line_and_keeps_the_profile(model, fol
     found = Profile.from_dict(json.loads(last))
     assert any(line.startswith("verification, by rows") for line in lines)
     assert any("µs per 1,000 tokens" in line for line in lines)
-    assert any(line.startswith("drafting beside verification, all shared, by requests") for line in lines)
     assert any("on batches it was not made from: " in line for line in lines)
     (path,) = (cache / "profiles").iterdir()
     assert Profile.load(path) == found

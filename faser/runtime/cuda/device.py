@@ -20,7 +20,7 @@ from faser.runtime.drafter import NgramDrafter
 
 log = logging.getLogger("faser.engine")
 
-RESERVED_BYTES = 3 * 2**29  # for graphs, compiled kernels, pages of branches and what one eager forward allocates
+RESERVED_BYTES = 3 * 2**29  # for graphs, compiled kernels and what one eager forward allocates
 
 
 class CudaDevice:
@@ -49,7 +49,7 @@ class CudaDevice:
         if limits.max_running > ROW_BUCKETS[-1]:
             raise ConfigError(f"max_running={limits.max_running}: a GPU batch has at most {ROW_BUCKETS[-1]} requests")
         ledger = Ledger(sum(model.num_bytes for model in parts.models)) if device.type == "cuda" else None
-        num_branches = MOST_BRANCHES if parts.draft is not None else 0
+        num_branches = MOST_BRANCHES if parts.draft is not None and parts.may_overlap else 0
         longest = limits.max_model_len + 2 * parts.max_length + 1
         slots = Slots.allocate(limits.max_running + num_branches, longest, device)
 
@@ -90,19 +90,22 @@ class CudaDevice:
             ledger.buffers_are_made()
         models = [target] + ([draft] if draft is not None else [])
         page_bytes = sum(model.page_bytes for model in models)
-        num_pages = parts.num_pages or self._num_pages(parts, page_bytes, ledger)
+        branch_pages = pages_of_branch(parts.page_size) * num_branches
+        aside = branch_pages * draft.page_bytes if draft is not None else 0
+        num_pages = parts.num_pages or self._num_pages(parts, page_bytes, ledger, aside)
         target.allocate_pages(num_pages)
         if draft is not None:
-            draft.allocate_pages(num_pages + pages_of_branch(parts.page_size) * num_branches)
+            draft.allocate_pages(num_pages + branch_pages)
         with progress_bar("capturing graphs") as update:
             executor.prepare(parts.usual_length, update, parts.exit_layers)
         if ledger is not None:
             log.info("%s", ledger.graphs_are_made(num_pages * page_bytes, num_pages * parts.page_size))
         return executor, num_pages
 
-    def _num_pages(self, parts: Parts, page_bytes: int, ledger: Ledger | None) -> int:
+    def _num_pages(self, parts: Parts, page_bytes: int, ledger: Ledger | None, aside: int) -> int:
+        """Of each model, beside so many bytes for branches."""
         assert ledger is not None, "off a GPU the number of pages is given"
-        budget = parts.kv_memory if parts.kv_memory is not None else ledger.free - RESERVED_BYTES
+        budget = (parts.kv_memory if parts.kv_memory is not None else ledger.free - RESERVED_BYTES) - aside
         if budget < page_bytes:
             raise ConfigError(
                 f"{ledger.free / 2**30:.1f} of {ledger.total / 2**30:.1f} GiB are free beside the models, too little "

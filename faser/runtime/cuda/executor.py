@@ -12,7 +12,7 @@ the temperature alone, which costs agreement and never a token.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from faser.errors import EngineError
+from faser.errors import ConfigError, EngineError
 from faser.policy.early_exit import Exiting, candidates_of
+from faser.policy.overlap import FEW
 from faser.policy.stopping import Stopping
 from faser.progress import Update
 from faser.runtime.cuda.branches import MOST_BRANCHES, Branches, adopt, fork
@@ -61,7 +62,7 @@ from faser.types import (
 FILTERED_LOGITS = 1 << 22  # logits filtered at a time: sorting them takes some 250 MB
 PROMPT_ROWS = (8, 16, 32, 1 << 30)  # sizes of prompts that take kernels of their own
 MAX_FLIGHTS = 2  # steps submitted and not collected
-FEW_REQUESTS = 4  # whose overlapping steps are captured ahead
+FEW_REQUESTS = FEW[-1]  # whose overlapping steps are captured ahead
 
 
 class CudaExecutor:
@@ -148,7 +149,7 @@ class CudaExecutor:
             update(done + 1, len(captures))
 
     @torch.inference_mode()
-    def prepare_overlap(self, splits: Iterable[int], update: Update = lambda done, total: None) -> None:
+    def prepare_overlap(self, splits: Collection[int], update: Update = lambda done, total: None) -> None:
         """Capture what steps of a few requests replay that draft beside a verification and may wait for leads."""
         draft = self._draft
         assert draft is not None
@@ -156,13 +157,14 @@ class CudaExecutor:
         most = FEW_REQUESTS * self._usual_rows
         shapes: list[tuple[CudaModel, Shape | None]] = []
         for split in sorted({0, *splits}):
-            for size in few:
-                shapes.append((draft, _on_part(first_draft(size, 2), split, finds_rivals=True)))
-            for size in few if not split else [size for size in ROW_BUCKETS if size <= MOST_BRANCHES]:
-                shapes.append((draft, _on_part(next_draft(size), split, finds_rivals=True)))
-            for size in [size for size in ROW_BUCKETS if 1 < size <= most] if split else ():
-                part = self._lanes.num_sms - split
-                shapes.append((self._target, _on_part(verification(size, self._usual_rows), part)))
+            most_rows = next_draft(MOST_BRANCHES + FEW_REQUESTS if split in splits else FEW_REQUESTS).num_rows
+            branched = [size for size in ROW_BUCKETS if size <= most_rows]
+            for finds in (False, True):
+                shapes += [(draft, _on_part(first_draft(size, 2), split, finds)) for size in few]
+                shapes += [(draft, _on_part(next_draft(size), split, finds)) for size in (branched if finds else few)]
+            part = self._lanes.num_sms - split if split else 0
+            rows = [size for size in ROW_BUCKETS if 1 < size <= most]
+            shapes += [(self._target, _on_part(verification(size, self._usual_rows), part)) for size in rows]
         wanted = [(model, shape) for model, shape in shapes if shape is not None and model.has_graph_of(shape)]
         one = Branches.one(self._history.shape[0])
         compile_all(
@@ -172,9 +174,10 @@ class CudaExecutor:
                 partial(adopt, one, self._slots, draft.table, draft.pages, self._packed, self._adoption),
             ]
         )
-        for done, (model, shape) in enumerate(reversed(wanted)):
-            model.capture(shape)
-            update(done + 1, len(wanted))
+        with explained_shortage(ConfigError):
+            for done, (model, shape) in enumerate(reversed(wanted)):
+                model.capture(shape)
+                update(done + 1, len(wanted))
 
     def _stopping_shapes(self, length: int) -> list[Shape]:
         """Of verifications that may stop midway, the largest first."""
@@ -309,11 +312,13 @@ class CudaExecutor:
         if len(self._flights) == 1:
             self.go_on()
         flight = self._flights.popleft()
-        seconds = flight.landing.marks.wait(flight.plan.overlaps)
-        result = self._result(flight, seconds)
+        try:
+            seconds = flight.landing.marks.wait(flight.plan.overlaps)
+            result = self._result(flight, seconds)
+        finally:
+            self._landings.append(flight.landing)
         if self._flights:
             self._settle(self._flights[0], flight.settled, result)
-        self._landings.append(flight.landing)
         return result
 
     def _settle(self, flight: _Flight, before: StepPlan, result: StepResult) -> None:
@@ -338,20 +343,21 @@ class CudaExecutor:
             flight = self._flights.popleft()
             if flight.is_launched:
                 flight.landing.marks.wait()
+            else:  # the other lane may be at work
+                self._lane.wait()
             self._landings.append(flight.landing)
 
-    @property
-    def splits(self) -> tuple[int, ...]:
-        """SMs that drafting may have to itself (`StepPlan.draft_sms`); a plan may always have 0."""
-        return self._lanes.splits
-
-    def close(self) -> None:
-        """Give the parts of the device back. All else goes with the tensors and graphs."""
-        self.discard()
+    def forget_parts(self) -> None:
+        """Give the parts of the device back, and what was captured on them."""
         for model in (self._target, self._draft):
             if model is not None:
                 model.forget_parts()
         self._lanes.close()
+
+    def close(self) -> None:
+        """All but the parts of the device goes with the tensors and graphs."""
+        self.discard()
+        self.forget_parts()
 
     # ── slots ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -422,11 +428,13 @@ class CudaExecutor:
         if finds and not shape.finds_rivals:
             draft.find_rivals(shape)
         yield order
-        for done in range(1, int(lengths.max())):
+        done = 1
+        while done < lengths.max():
             if plan.outcomes and done == lead + 1:
                 lengths = self._branch(flight, draft, order, done)
-            shape = next_draft(int((lengths > done).sum()) if self.ragged else order.size)
+            shape = next_draft(int((lengths > done).sum()) if self.ragged else lengths.size)
             draft.launch(replace(shape, num_sms=0 if done < lead else plan.draft_sms, finds_rivals=finds))
+            done += 1
             yield order
 
     def _branch(self, flight: _Flight, draft: CudaModel, order: IntArray, done: int) -> IntArray:
@@ -793,6 +801,11 @@ class _Lane:
             return
         with torch.cuda.stream(self._stream):
             yield
+
+    def wait(self) -> None:
+        """Until all of it is done."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def join(self) -> None:
         """What the current stream gets from here on runs behind all of it."""

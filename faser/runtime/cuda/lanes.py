@@ -42,9 +42,7 @@ class Lanes:
     @property
     def splits(self) -> tuple[int, ...]:
         """SMs of the smaller parts there can be; none where the driver has no green contexts."""
-        if self._device.type != "cuda" or not _has_green_contexts():
-            return ()
-        return tuple(each for each in SMALLER_PARTS if 2 * each < self.num_sms)
+        return _usable_splits(self._device.index or 0, self.num_sms) if self._device.type == "cuda" else ()
 
     def stream(self, num_sms: int) -> Any:
         """The stream of a part: of `splits`, or of what such a part leaves."""
@@ -94,7 +92,7 @@ def _split(device: torch.device, num_sms: int) -> tuple[_Part, _Part]:
     kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
     resource = _done(driver.cuDeviceGetDevResource(whole, kind))
     groups, _, rest = _done(driver.cuDevSmResourceSplitByCount(1, resource, 0, num_sms))
-    if groups[0].sm.smCount != num_sms:
+    if groups[0].sm.smCount != num_sms or rest.sm.smCount != resource.sm.smCount - num_sms:
         raise EngineError(f"the device cannot be split at {num_sms} of its {resource.sm.smCount} SMs")
     return _Part(whole, groups[0]), _Part(whole, rest)
 
@@ -106,12 +104,17 @@ def _driver() -> Any:
 
 
 @cache
-def _has_green_contexts() -> bool:
+def _usable_splits(index: int, num_sms: int) -> tuple[int, ...]:
+    """Tried once: an old driver, or one that shares the GPU with others, may refuse."""
+    sizes = tuple(each for each in SMALLER_PARTS if 2 * each < num_sms)
     try:
-        return hasattr(_driver(), "cuGreenCtxStreamCreate")
-    except ImportError as error:
+        for each in sizes:
+            for part in _split(torch.device("cuda", index), each):
+                part.destroy()
+    except (ImportError, AttributeError, RuntimeError, EngineError) as error:
         log.info("the GPU is not split: %s", error)
-        return False
+        return ()
+    return sizes
 
 
 def _done(answer: tuple[Any, ...]) -> Any:

@@ -89,7 +89,7 @@ def choose(
     """
     if num_sms:
         plan = choose(product, num_rows, n, k, dtype, can_split)
-        return _on_part(plan, num_sms, n, k)
+        return _for_part(plan, num_sms, n, k)
     if dtype is torch.float32:
         return _chunks(4, min(1024, _power(k)), 4) if num_rows == 1 else CUBLAS
     if num_rows == 1:
@@ -103,7 +103,7 @@ def choose(
     return CUBLAS
 
 
-def _on_part(plan: Plan, num_sms: int, n: int, k: int) -> Plan:
+def _for_part(plan: Plan, num_sms: int, n: int, k: int) -> Plan:
     """As many programs an SM as on the whole device."""
     if plan.kernel == "walk" and plan.programs < triton.cdiv(n, plan.block_n):
         return _walk(plan.block_n, k, plan.num_warps, max(1, plan.programs * num_sms // NUM_SMS), n, num_sms)

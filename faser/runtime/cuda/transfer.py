@@ -19,7 +19,8 @@ class Staging:
     """Page-locked memory that a device buffer is filled from: `num_columns` arrays of one size, then one number.
 
     Copies are not waited for, so there are two of these to take turns: one is written again when the step after the
-    one it was for is submitted, and by then that one has been collected.
+    one it was for is submitted, and by then that one has been collected. A step may write twice if it began on an idle
+    device, as those that wait for the one before do.
     """
 
     def __init__(self, target: Tensor, num_columns: int) -> None:

@@ -276,8 +276,10 @@ def test_branches_are_adopted_as_on_the_cpu_and_change_no_token(device, leads, a
     requests = [replace(r, params=replace(r.params, max_tokens=10), stop_ids=frozenset()) for r in plain]
     expected = reference(target, requests)
     adopted = []
+    on_device = make_engine(device, target, draft, Fixed(2), ahead=ahead, overlap="on")
+    on_device.executor.prepare_overlap({0, *on_device.executor._lanes.splits})
     for engine in (
-        make_engine(device, target, draft, Fixed(2), ahead=ahead, overlap="on"),
+        on_device,
         build_engine(target, draft, EngineOptions(policy=Fixed(2), num_pages=300, page_size=4, overlap="on")),
     ):
         engine.scheduler.overlap = Overlap("on", leads=leads, outcomes=2)
@@ -296,7 +298,7 @@ def test_lanes_wait_for_one_another_however_long_each_takes(seed):
     requests = make_requests(target.config)
     expected = reference(target, requests)
     engine = make_engine("cuda", target, make_draft(target), RandomLengths(seed=seed), ahead=True, overlap="on")
-    engine.scheduler.overlap = SometimesOverlap(seed, (0, *engine.executor.splits))
+    engine.scheduler.overlap = SometimesOverlap(seed, (0, *engine.executor._lanes.splits))
     random = np.random.default_rng(seed)
     for model in (engine.executor._target, engine.executor._draft):
         model.launch = late(model.launch, random)
