@@ -10,7 +10,7 @@ anyway:
 
   kernels  a selection of the GPU tests of tests/runtime/cuda, without graphs
   eager    an engine with tiny random models in float32 and bfloat16: prompts in chunks, drafts, refusals, preemption,
-           temperatures and filters; every forward kernel by kernel
+           temperatures and filters, drafting beside verification; every forward kernel by kernel
   graphs   the same engine as it is, with CUDA graphs
 
 torch's allocator takes large pieces and divides them, so that a kernel may leave its tensor unseen; for memcheck and
@@ -125,7 +125,7 @@ def read_log(text: str, run: str, tool: str, seconds: float, status: int | None)
 
 
 def run_engine(device: str, uses_graphs: bool) -> None:
-    """Two dtypes, with a draft and without."""
+    """Two dtypes; without drafts, with them, and with drafting beside verification, leads and branches."""
     import torch
 
     from faser.models.transformer import Transformer
@@ -134,13 +134,13 @@ def run_engine(device: str, uses_graphs: bool) -> None:
         target, draft = (Transformer.random(tiny_config(), 0, dtype, 0.3, device) for _ in range(2))
         for weight in draft.weights():
             weight += 0.03 * torch.randn_like(weight)
-        for length in (0, 3):
+        for length, overlaps in ((0, False), (3, False), (3, True)):
             if uses_graphs:
-                preemptions = serve(target, draft, length, device)
+                preemptions = serve(target, draft, length, device, overlaps)
             else:
-                with patch("faser.runtime.cuda.model._capture", lambda run, device: run):
-                    preemptions = serve(target, draft, length, device)
-            print(f"{dtype}, length {length}: {preemptions} preemptions", flush=True)
+                with patch("faser.runtime.cuda.model._capture", lambda run, device, stream: run):
+                    preemptions = serve(target, draft, length, device, overlaps)
+            print(f"{dtype}, length {length}{', overlapping' * overlaps}: {preemptions} preemptions", flush=True)
             assert preemptions, "the pages sufficed: nothing was preempted"
 
 
@@ -153,16 +153,22 @@ def tiny_config() -> Any:
     )  # fmt: skip
 
 
-def serve(target: Any, draft: Any, length: int, device: str) -> int:
+def serve(target: Any, draft: Any, length: int, device: str, overlaps: bool) -> int:
     """More requests than run at once, and too few pages for those. The number of preemptions."""
     from faser.config import EngineOptions
+    from faser.policy.overlap import Overlap
     from faser.runtime.build import build_engine
     from faser.types import Request, SamplingParams
 
     options = EngineOptions(
-        policy=f"fixed:{length}", device=device, max_running=5, max_batch_tokens=24, page_size=4, num_pages=36
-    )
+        policy=f"fixed:{length}", device=device, max_running=5, max_batch_tokens=64 if overlaps else 24,
+        page_size=4, num_pages=36,
+        overlap="on" if overlaps else "off",
+    )  # fmt: skip
     engine = build_engine(target, draft, options)
+    if overlaps:
+        sms = 32 if device == "cuda" else 0  # in multiples of 8 any GPU with green contexts has as many
+        engine.scheduler.overlap = Overlap("on", leads=True, outcomes=2, draft_sms=sms)
     ways: list[dict[str, Any]] = [
         {}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
         {"presence_penalty": 0.5, "repetition_penalty": 1.2, "logprobs": 3},
@@ -175,6 +181,9 @@ def serve(target: Any, draft: Any, length: int, device: str) -> int:
     while engine.has_work:
         emitted += sum(len(item.token_ids) for item in engine.step())
     assert emitted == 10 * 24, f"{emitted} tokens"
+    stats = engine.stats
+    assert not overlaps or 0 < stats.adopted <= stats.hits < stats.chunks, (stats.adopted, stats.hits, stats.chunks)
+    engine.close()
     return engine.scheduler.num_preemptions
 
 
