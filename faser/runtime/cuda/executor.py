@@ -34,8 +34,12 @@ from faser.runtime.cuda.lanes import Lanes
 from faser.runtime.cuda.memory import explained_shortage
 from faser.runtime.cuda.model import PART_BUCKETS, ROW_BUCKETS, CudaModel, Shape, first_draft, next_draft, verification
 from faser.runtime.cuda.sampling import (
+    BROKEN as BROKEN_ROW,
+)
+from faser.runtime.cuda.sampling import (
     FIRST_TOKEN,
     HIT,
+    NUM_ACCEPTED,
     Choices,
     Slots,
     inverse_temperature,
@@ -48,6 +52,7 @@ from faser.runtime.drafter import NgramDrafter
 from faser.runtime.sampling import Sampler
 from faser.runtime.verifier import BROKEN
 from faser.types import (
+    NONE,
     Admission,
     ExitReadings,
     FloatArray,
@@ -312,14 +317,16 @@ class CudaExecutor:
         if len(self._flights) == 1:
             self.go_on()
         flight = self._flights.popleft()
+        marks = flight.landing.marks
         try:
-            seconds = flight.landing.marks.wait(flight.plan.overlaps)
-            result = self._result(flight, seconds)
+            marks.wait()
+            packed = flight.landing.received[: flight.plan.slots.size].numpy().astype(np.int64)
+            verdict = self._verdict(flight, packed)
+            if self._flights:  # the device may be waiting for this
+                self._settle(self._flights[0], flight.settled, verdict)
+            return self._result(flight, packed, replace(verdict, seconds=marks.seconds(flight.plan.overlaps)))
         finally:
             self._landings.append(flight.landing)
-        if self._flights:
-            self._settle(self._flights[0], flight.settled, result)
-        return result
 
     def _settle(self, flight: _Flight, before: StepPlan, result: StepResult) -> None:
         """Now that it is known what came of the step before."""
@@ -624,32 +631,34 @@ class CudaExecutor:
         sample(logits, who[0], who[1], count, self._slots, self._refined)
         self._target.choices.tokens[where] = self._refined.tokens[: rows.slots.size]
 
-    def _result(self, flight: _Flight, seconds: StepSeconds) -> StepResult:
-        plan, told, adopted = flight.plan, flight.told, None
-        packed = flight.landing.received[: plan.slots.size].numpy().astype(np.int64)
-        samples = plan.samples
-        num_accepted = np.where(samples, packed[:, 0], 0)
-        emitted = np.where(samples, num_accepted + 1, 0)
+    def _verdict(self, flight: _Flight, packed: IntArray) -> StepResult:
+        """What came of a step but for its tokens; packed [B, FIRST_TOKEN + W]."""
+        plan, samples, hits, adopted = flight.plan, flight.plan.samples, None, None
+        if plan.overlaps:
+            goes_on = (plan.chunks_of(flight.num_drafted) > 0) & (flight.num_verified == plan.judged)
+            hits = samples & goes_on & (packed[:, HIT] == 1)
+            if plan.outcomes:
+                adopted = samples & (packed[:, HIT] == 2)
+                hits = hits | adopted
+        # of frontiers that were void there was nothing to verify
+        num_verified = np.minimum(flight.num_verified, flight.settled.judged_of(flight.num_drafted))
+        num_accepted = np.where(samples, packed[:, NUM_ACCEPTED], 0)
+        return StepResult(flight.num_drafted, num_verified, num_accepted, NONE, hits=hits, adopted=adopted)
+
+    def _result(self, flight: _Flight, packed: IntArray, verdict: StepResult) -> StepResult:
+        plan, told, samples = flight.plan, flight.told, flight.plan.samples
+        emitted = np.where(samples, verdict.num_accepted + 1, 0)
         tokens = packed[:, FIRST_TOKEN:]
         owners = np.repeat(np.arange(emitted.size), emitted)
         offsets = np.arange(owners.size) - np.repeat(np.cumsum(emitted) - emitted, emitted)
         token_ids = tokens[owners, offsets]
         self._remember(plan, owners, offsets, token_ids)
-        hits = None
-        if plan.overlaps:
-            goes_on = (plan.chunks_of(flight.num_drafted) > 0) & (flight.num_verified == plan.judged)
-            hits = samples & goes_on & (packed[:, HIT] == 1)
-        # of frontiers that were void there was nothing to verify
-        num_verified = np.minimum(flight.num_verified, flight.settled.judged_of(flight.num_drafted))
-        if hits is not None and plan.outcomes:
-            adopted = samples & (packed[:, HIT] == 2)
-            hits = hits | adopted
-        failures = dict.fromkeys(np.flatnonzero(samples & (packed[:, 1] != 0)).tolist(), BROKEN)
+        failures = dict.fromkeys(np.flatnonzero(samples & (packed[:, BROKEN_ROW] != 0)).tolist(), BROKEN)
         failures |= {owner: why for owner, offset, why in told.failed if offset < emitted[owner]}
         answers = {i: some[: int(emitted[i])] for i, some in told.all_logprobs().items()}
-        return StepResult(
-            flight.num_drafted, num_verified, num_accepted, token_ids, answers, failures, seconds,
-            flight.confidence, flight.exits, hits, adopted,
+        return replace(
+            verdict, token_ids=token_ids, logprobs=answers, failures=failures, confidence=flight.confidence,
+            exits=flight.exits,
         )  # fmt: skip
 
     def _remember(self, plan: StepPlan, owners: IntArray, offsets: IntArray, token_ids: IntArray) -> None:
@@ -763,11 +772,15 @@ class _Marks:
     def finished(self) -> None:
         self._record(4)
 
-    def wait(self, overlaps: bool = False) -> StepSeconds:
-        """Until the device is there."""
+    def wait(self) -> None:
+        """Until the device is through with the step."""
+        if self._events:
+            self._events[4].synchronize()
+
+    def seconds(self, overlaps: bool) -> StepSeconds:
+        """Of a step that has been waited for."""
         if not self._events:
             return StepSeconds()
-        self._events[4].synchronize()
         if not overlaps:
             return StepSeconds(self._between(0, 2), self._between(2, 4))
         draft, verify = self._between(0, 2), self._between(1, 3)
