@@ -103,9 +103,10 @@ class Subject:
         return sorted({min(SHORT, max(1, long // 2)), long})
 
     @property
-    def has_room_beside(self) -> bool:
-        """For a frontier, as many drafts behind it, and the token of the target."""
-        return self.contexts(1)[0] + 2 * MORE + 1 <= self._room
+    def can_draft_beside(self) -> bool:
+        """A verification; there is room for a frontier, as many drafts behind it, and the token of the target."""
+        has_room = self.contexts(1)[0] + 2 * MORE + 1 <= self._room
+        return bool(self.splits) and self.has_draft_model and self.longest >= MORE and has_room
 
     def has_room_for(self, batch: Batch) -> bool:
         most = self.limits.max_batch_tokens
@@ -487,7 +488,7 @@ class _Rounds:
         It has seconds of its own, for it comes last and a slow model would have left none.
         """
         subject = self._subject
-        if not subject.has_draft_model or subject.longest < MORE or not subject.has_room_beside:
+        if not subject.can_draft_beside:
             return ()
         splits, ends = list(subject.splits), self._clock() + BESIDE * self._seconds
         found: dict[int, dict[int, tuple[StepSeconds, StepSeconds, float]]] = {split: {} for split in splits}
@@ -507,8 +508,7 @@ class _Rounds:
     def _await_seconds(self) -> float:
         """What the host needs between two steps, where the second has to wait for it."""
         subject = self._subject
-        has_none = not subject.splits or not subject.has_draft_model or not subject.has_room_beside
-        if has_none or not isinstance(subject.executor, AsyncExecutor) or subject.longest < MORE:
+        if not subject.can_draft_beside or not isinstance(subject.executor, AsyncExecutor):
             return 0.0
         plain = replace(_alike(1, MORE, subject.contexts(1)[0]), overlaps=True)
         ahead, waiting = (self._steps.run(replace(plain, waits=waits), max(TURNS)) for waits in (False, True))

@@ -266,6 +266,7 @@ class CudaExecutor:
         """Enqueue a step. Where the host must see something before it knows how to go on, it may do other things."""
         if flight.plan.waits and len(self._flights) > 1:
             yield  # until `collect` has settled it
+        flight.num_drafted = flight.plan.lengths
         flight.landing.marks.start()
         if flight.plan.overlaps:
             self._draft_lead(flight)
@@ -290,7 +291,6 @@ class CudaExecutor:
 
     def _draft_lead(self, flight: _Flight) -> None:
         """Draft what is verified in this step, and leave the rest to the other lane."""
-        flight.num_drafted = flight.plan.lengths
         flight.beside = self._draft_tokens(flight)
         for _ in range(int(flight.plan.lead.max(initial=0))):
             next(flight.beside, None)
@@ -413,7 +413,6 @@ class CudaExecutor:
         The longest come first, so that those still drafting are always the first rows.
         """
         plan, draft = flight.plan, self._draft
-        flight.num_drafted = plan.lengths
         if self._ngrams is not None:
             flight.num_drafted = self._look_up(self._ngrams, plan)
         if draft is None:

@@ -31,13 +31,9 @@ class Lanes:
         self._device = device
         self._streams: dict[int, Any] = {}
         self._contexts: list[Any] = []
-
-    @property
-    def num_sms(self) -> int:
-        """Of the whole device."""
-        if self._device.type != "cuda":
-            return 0
-        return int(torch.cuda.get_device_properties(self._device).multi_processor_count)
+        self.num_sms = 0  # of the whole device
+        if device.type == "cuda":
+            self.num_sms = int(torch.cuda.get_device_properties(device).multi_processor_count)
 
     @property
     def splits(self) -> tuple[int, ...]:

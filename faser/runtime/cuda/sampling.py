@@ -297,6 +297,15 @@ def _scale(inverse_temperature):
 
 
 @triton.jit
+def _row(row, row_slots, positions, seeds, inverse_temperatures):
+    """Whose row it is, where its token will stand, and how that is drawn."""
+    slot = tl.load(row_slots + row).to(tl.int64)
+    position = tl.load(positions + row)
+    key0, key1 = _noise_keys(tl.load(seeds + slot), position)
+    return slot, position, tl.load(inverse_temperatures + slot), key0, key1
+
+
+@triton.jit
 def _finite(x):
     """To subtract from: the difference of two infinities is not a number."""
     return tl.minimum(tl.maximum(x, -_LARGEST_FLOAT), _LARGEST_FLOAT)
@@ -382,10 +391,7 @@ def _sample_kernel(
     row = tl.program_id(0)
     if row >= tl.load(num_rows):
         return
-    slot = tl.load(row_slots + row).to(tl.int64)
-    position = tl.load(positions + row)
-    inverse_temperature = tl.load(inverse_temperatures + slot)
-    key0, key1 = _noise_keys(tl.load(seeds + slot), position)
+    slot, position, inverse_temperature, key0, key1 = _row(row, row_slots, positions, seeds, inverse_temperatures)
     logits += row.to(tl.int64) * logits_stride
     tile_max += row * num_tiles
     tile_cost += row * num_tiles
@@ -428,10 +434,7 @@ def _rivals_kernel(
     row = tl.program_id(0)
     if row >= tl.load(num_rows):
         return
-    slot = tl.load(row_slots + row).to(tl.int64)
-    position = tl.load(positions + row)
-    inverse_temperature = tl.load(inverse_temperatures + slot)
-    key0, key1 = _noise_keys(tl.load(seeds + slot), position)
+    slot, position, inverse_temperature, key0, key1 = _row(row, row_slots, positions, seeds, inverse_temperatures)
     scale = _scale(inverse_temperature)
     logits += row.to(tl.int64) * logits_stride
     # [padded_tiles]
