@@ -18,6 +18,7 @@ import json
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -47,17 +48,27 @@ def make_model(name: str, seed: int, max_positions: int) -> Transformer:
     return Transformer.random(config, seed, torch.bfloat16, device="cuda")
 
 
-def add_batch(engine: Engine, batch: int, prompt: int, output: int) -> None:
+def add_batch(
+    engine: Engine, batch: int, prompt: int, output: int, prompts: Sequence[tuple[int, ...]] | None = None
+) -> None:
+    """With these prompts, or random ones of so many tokens."""
     random = np.random.default_rng(batch)
     for i in range(batch):
-        tokens = tuple(random.integers(100, 4000, prompt).tolist())
+        tokens = tuple(random.integers(100, 4000, prompt).tolist()) if prompts is None else prompts[i]
         params = SamplingParams(max_tokens=output, ignore_eos=True)
         engine.add(Request(id=str(i), prompt_token_ids=tokens, params=params, seed=i))
 
 
-def run_batch(engine: Engine, batch: int, prompt: int, output: int, profiler: Any = None) -> dict[str, float]:
+def run_batch(
+    engine: Engine,
+    batch: int,
+    prompt: int,
+    output: int,
+    profiler: Any = None,
+    prompts: Sequence[tuple[int, ...]] | None = None,
+) -> dict[str, float]:
     """From the moment all requests have their first token until the first of them ends."""
-    add_batch(engine, batch, prompt, output)
+    add_batch(engine, batch, prompt, output, prompts)
     begun: set[str] = set()
     while len(begun) < batch:
         begun |= {item.request_id for item in engine.step()}

@@ -1,12 +1,13 @@
 """Does it pay to draft on while the drafts before are verified?
 
 A closed batch decodes with random weights of real shapes, which cost what trained ones do, and drafts are accepted with
-given chances whatever they say (on a CPU as they are). For every batch and chance: the best fixed length without
-overlap; the best with it, where a request that missed rides (`ride`), where it drafts anew first (`lead`), and where
-branches are drafted for other outcomes, too (`branch`, with --guesses for every token that may be the last, one of
-which is right with the chance --adoption); on the split of the device that the profile finds best for the batch; and
-`faser` without and with `auto`. Milliseconds per token, how often there was a next frontier, and what overlapping saved
-of a step that drafts as much.
+given chances whatever they say (on a CPU as they are); or with the models of benchmarks/h200_trace.py and Spec-Bench
+prompts, accepted as they are. For every batch and chance: the best fixed length without overlap; the best with it,
+where a request that missed rides (`ride`), where it drafts anew first (`lead`), and where branches are drafted for
+other outcomes, too (`branch`, with --guesses for every token that may be the last, one of which is right with the
+chance --adoption); on the split of the device that the profile finds best for the batch; and `faser` without and with
+`auto`. Milliseconds per token, how often there was a next frontier, and what overlapping saved of a step that drafts as
+much; in the document also the milliseconds per token that the profile predicted.
 
 Before them what the profile says of both at a time, by split and requests: seconds of each alone on its part of the
 device, of both together, and the share of the shorter that is not hidden.
@@ -14,9 +15,11 @@ device, of both together, and the share of the shorter that is not hidden.
     python3 -m benchmarks.overlap [--target llama-8b] [--draft llama-1b] [--batches 1,4,16,64]
         [--acceptance 0.6,0.75,0.9,0.95] [--lengths 1,3,5,7] [--guesses 2] [--adoption 0.5] [--output 128]
         [--budget-seconds 500]
+    python3 -m benchmarks.overlap --folder DIR --tokenizer TARGET.gguf [--batches …]
     python3 -m benchmarks.overlap --tiny --device cpu      # tiny models: does it all run?
 
-The last line is one JSON document; it is also $OUT/overlap-TARGET-DRAFT.json (else there is none).
+The last line is one JSON document, with the profile; it is also $OUT/overlap-TARGET-DRAFT.json (-natural with --folder;
+else there is none).
 """
 
 from __future__ import annotations
@@ -31,13 +34,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.cuda_steps import make_model, run_batch
+from faser.bench.systems import load_engine, load_vocabulary
+from faser.bench.workload import Load, WorkloadOptions, make_workload
 from faser.config import EngineOptions
 from faser.engine import Engine
 from faser.models.config import ModelConfig
 from faser.models.transformer import Transformer
 from faser.policy import BatchView, Fixed, Policy, make_policy
-from faser.policy.overlap import Chunks, Overlap
+from faser.policy.overlap import Chunks, Overlap, lead_speed, plain_speed, ride_speed, worthwhile
 from faser.profile import Beside, ProfiledCost
 from faser.runtime.build import build_engine
 from faser.runtime.device import make_device
@@ -45,6 +52,7 @@ from faser.types import IntArray
 from tools.inflate import SHAPES
 
 PROMPT = 128
+HIDDEN = 4  # drafts, when ways to hide them are compared
 TINY = ModelConfig(
     family="llama", vocab_size=4096, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
     intermediate_size=64, norm_eps=1e-5, max_positions=256, eos_token_ids=(2,), dtype="float32",
@@ -63,6 +71,7 @@ class Line:
     hit_rate: float  # of the chunks drafted beside a verification
     split: int  # SMs of the drafting, in most steps that overlapped
     overlapped: float  # the share of steps
+    predicted_ms: float | None = None  # per token
 
 
 class Watched(Overlap):
@@ -85,19 +94,20 @@ def measure(
     output = args.output
     cost = engine.cost if isinstance(engine.cost, ProfiledCost) else None
     split = best_split(cost, batch)
+    worth = worthwhile(cost) if cost is not None else set()
     how = {
-        "auto": lambda: Watched("auto"),
+        "auto": lambda: Watched("auto", splits=worth) if worth else None,  # as an engine does at start
         "ride": lambda: Watched("on", draft_sms=split),
         "lead": lambda: Watched("on", leads=True, draft_sms=split),
         "branch": lambda: Watched("on", leads=True, outcomes=args.guesses, draft_sms=split),
     }
     chooser = how[overlap]() if overlap in how else None
     engine.scheduler.policy, engine.scheduler.overlap = policy, chooser
-    run_batch(engine, batch, PROMPT, max(12, output // 4))
+    run_batch(engine, batch, PROMPT, max(12, output // 2), prompts=args.prompts)
     before = replace(engine.stats)
     if chooser is not None:
         chooser.splits.clear()
-    found = run_batch(engine, batch, PROMPT, output)
+    found = run_batch(engine, batch, PROMPT, output, prompts=args.prompts)
     stats = engine.stats
     splits = chooser.splits if chooser is not None else Counter[int]()
     return Line(
@@ -111,13 +121,44 @@ def measure(
         (stats.hits - before.hits) / max(1, stats.chunks - before.chunks),
         splits.most_common(1)[0][0] if splits else 0,
         splits.total() / max(1, stats.steps - before.steps),
+        predict(cost, policy, overlap, acceptance, batch, split, args),
     )
 
 
+def predict(
+    cost: ProfiledCost | None,
+    policy: Policy,
+    overlap: str,
+    acceptance: float | None,
+    batch: int,
+    split: int,
+    args: argparse.Namespace,
+) -> float | None:
+    """Milliseconds per token, of fixed lengths and where it is known how often drafts are right."""
+    if cost is None or acceptance is None or not isinstance(policy, Fixed):
+        return None
+    view, rates, length = (
+        BatchView.alike(batch, PROMPT + args.output // 2, cost),
+        np.full(batch, acceptance),
+        policy.max_length,
+    )
+    speed = {
+        "off": lambda: plain_speed(view, rates, np.full(batch, length)),
+        "ride": lambda: ride_speed(view, rates, length, split),
+        "lead": lambda: lead_speed(view, rates, length, split),
+        "branch": lambda: lead_speed(view, rates, length, split, args.guesses, args.adoption),
+    }
+    return 1e3 * batch / speed[overlap]()
+
+
 def best_split(cost: ProfiledCost | None, batch: int) -> int:
-    """SMs of the drafting where the least is left of the shorter part."""
-    besides = [each for each in cost.profile.besides if batch <= each.share.most_rows] if cost is not None else []
-    return min(besides, key=lambda each: float(each.share(batch, 0.0))).draft_sms if besides else 0
+    """SMs of the drafting where the most of a few drafts is hidden."""
+    if cost is None or not cost.splits:
+        return 0
+    context = batch * PROMPT
+    verify = float(cost.verify(batch * (HIDDEN + 1), context))
+    draft = float(cost.first_draft(batch, context)) + HIDDEN * float(cost.next_draft(batch, context))
+    return max(cost.splits, key=lambda split: cost.hidden(draft, verify, batch, split))
 
 
 def play(engine: Engine, args: argparse.Namespace) -> Iterator[Line]:
@@ -177,11 +218,6 @@ def _ms(line: Line) -> float:
 
 
 def build(args: argparse.Namespace) -> Engine:
-    device = make_device(args.device)
-    if args.tiny:
-        target, draft = (Transformer.random(TINY, seed, std=0.3) for seed in (0, 0))
-    else:
-        target, draft = (make_model(name, seed, 4096) for seed, name in enumerate((args.target, args.draft)))
     options = EngineOptions(
         policy="faser",
         acceptance=args.acceptance[0],
@@ -189,8 +225,26 @@ def build(args: argparse.Namespace) -> Engine:
         max_running=max(args.batches),
         num_pages=200 if args.tiny else None,
         early_exit="off",
+        overlap="on",  # and not by itself, so that all ways can be tried
     )
+    device = make_device(args.device)
+    if args.folder is not None:
+        options = replace(options, device=args.device, max_model_len=4096)
+        return load_engine(str(args.folder / "target"), str(args.folder / "draft"), options, chat=False).engine
+    if args.tiny:
+        target, draft = (Transformer.random(TINY, seed, std=0.3) for seed in (0, 0))
+    else:
+        target, draft = (make_model(name, seed, 4096) for seed, name in enumerate((args.target, args.draft)))
     return build_engine(target, draft, options, device=device)
+
+
+def natural_prompts(args: argparse.Namespace) -> list[tuple[int, ...]]:
+    vocabulary = load_vocabulary(str(args.tokenizer), 4096, chat=True)
+    traffic = WorkloadOptions(
+        requests=max(args.batches), prompt_len=(PROMPT, PROMPT), output_len=(args.output, args.output),
+        prompts="specbench",
+    )  # fmt: skip
+    return [tuple(item.prompt_token_ids) for item in make_workload(traffic, Load(concurrency=1), vocabulary).items]
 
 
 def told(beside: Beside) -> Iterator[str]:
@@ -214,16 +268,23 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--acceptance", default="0.6,0.75,0.9,0.95")
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--budget-seconds", type=float, default=500.0)
+    parser.add_argument("--folder", type=Path, help="models of benchmarks/h200_trace.py, in place of random weights")
+    parser.add_argument("--tokenizer", type=Path, help="of these models")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args(given)
     args.until = time.time() + args.budget_seconds
-    args.acceptance = [float(each) for each in args.acceptance.split(",")] if args.device == "cuda" else [None]
+    is_given = args.device == "cuda" and args.folder is None
+    args.acceptance = [float(each) for each in args.acceptance.split(",")] if is_given else [None]
     if args.tiny:
         args.batches, args.lengths, args.output = [1, 2], [1, 3], 32
+    args.prompts = natural_prompts(args) if args.folder is not None else None
     engine = build(args)
-    besides = engine.cost.profile.besides if isinstance(engine.cost, ProfiledCost) else ()
-    for beside in besides:
+    profile = engine.cost.profile if isinstance(engine.cost, ProfiledCost) else None
+    if isinstance(engine.cost, ProfiledCost) and hasattr(engine.executor, "prepare_overlap"):
+        used = {best_split(engine.cost, batch) for batch in args.batches}
+        engine.executor.prepare_overlap(used | worthwhile(engine.cost))
+    for beside in profile.besides if profile is not None else ():
         print(f"drafting on {beside.draft_sms or 'all'} SMs: " + ", ".join(told(beside)), flush=True)
     lines = []
     for line in play(engine, args):
@@ -238,12 +299,13 @@ def main(given: Sequence[str] | None = None) -> None:
         {
             "target": args.target,
             "draft": args.draft,
-            "besides": list(map(asdict, besides)),
+            "profile": profile.to_dict() if profile is not None else None,
             "lines": list(map(asdict, lines)),
         }
     )
     if "OUT" in os.environ:
-        (Path(os.environ["OUT"]) / f"overlap-{args.target}-{args.draft}.json").write_text(document + "\n")
+        natural = "-natural" if args.folder is not None else ""
+        (Path(os.environ["OUT"]) / f"overlap-{args.target}-{args.draft}{natural}.json").write_text(document + "\n")
     print(document)
 
 

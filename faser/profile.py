@@ -26,6 +26,7 @@ from faser.types import FloatArray, IntArray, StepPlan, StepSeconds
 VERSION = 3
 FADING = 0.98  # weight of what was known of the machine's speed against the next step
 KEPT_UP = 2  # context tokens a draft computes at most where nobody's fell behind
+LEAST_AWAITED = 1e-4  # seconds
 LEAST_FACTOR, MOST_FACTOR = 0.25, 4.0  # how far the steps that run may correct a profile
 
 Rows = IntArray | int
@@ -94,6 +95,7 @@ def _look_up(table: tuple[FloatArray, FloatArray], rise: float, rows: Rows, cont
 
 
 NOTHING = Curve((1,), (0.0,), (0.0,))
+SAME = Curve((1,), (1.0,), (0.0,))
 
 
 @dataclass(frozen=True)
@@ -104,20 +106,34 @@ class Beside:
     draft: Curve  # seconds on its part of the device, while nothing else runs
     verify: Curve  # likewise
     together: Curve  # of both, when both run
-    share: Curve  # by which that is more than the longer of both on the whole device, of the shorter
+    share: Curve  # by which that is more than the longer of these, of the seconds of the other on the whole device
+    draft_factor: Curve = SAME  # how many times as long it takes on its part as on the whole device
+    verify_factor: Curve = SAME  # likewise; may be below 1, where its programs come out even on fewer SMs
 
     @classmethod
     def of(cls, draft_sms: int, batches: Mapping[int, tuple[StepSeconds, StepSeconds, float]]) -> Beside:
-        """By requests: both after one another on the whole device and on their parts, and the seconds of both at once.
-
-        A step may be shorter than the longer of both on the whole device, as far as parts of it suffice.
-        """
+        """By requests: both in turn on the whole device and on their parts, and the seconds of both at once."""
         columns = []
         for apart, alone, together in batches.values():
-            short, long = sorted((apart.draft, apart.verify))
-            columns.append((alone.draft, alone.verify, together, max(0.0, (together - long) / short)))
+            other = apart.draft if alone.verify >= alone.draft else apart.verify
+            share = max(0.0, (together - max(alone.draft, alone.verify)) / other)
+            factors = alone.draft / apart.draft, alone.verify / apart.verify
+            columns.append((alone.draft, alone.verify, together, share, *factors))
         none = (0.0,) * len(batches)
         return cls(draft_sms, *(Curve(tuple(batches), each, none) for each in zip(*columns, strict=True)))
+
+    def total(self, draft: float, verify: float, requests: int, draft_rows: int) -> float:
+        """Seconds of both at once that take so many on the whole device, one after the other.
+
+        Branches, `draft_rows` beyond the requests, are as good as free until drafting takes longer than the
+        verification. For more rows than were measured drafting is taken to be as much slower as for those.
+        """
+        on_part = verify * float(self.verify_factor(requests, 0.0))
+        drafting = draft * float(self.draft_factor(requests, 0.0))
+        share = float(self.share(requests, 0.0))
+        both = on_part + share * draft if on_part >= drafting else drafting + share * verify
+        branched = min(draft_rows, self.draft_factor.most_rows)
+        return max(both, draft * float(self.draft_factor(branched, 0.0))) if draft_rows > requests else both
 
 
 @dataclass(frozen=True)
@@ -202,8 +218,7 @@ def _curve_of(given: Mapping[str, Any]) -> Curve:
 
 
 def _beside_of(given: Mapping[str, Any]) -> Beside:
-    curves = {name: _curve_of(given[name]) for name in ("draft", "verify", "together", "share")}
-    return Beside(int(given["draft_sms"]), **curves)
+    return Beside(int(given["draft_sms"]), **{name: _curve_of(given[name]) for name in given if name != "draft_sms"})
 
 
 class Work(NamedTuple):
@@ -259,8 +274,11 @@ class Cost(Protocol):
         """Of a step that does not begin before the one before it is known, more than of others."""
         ...
 
-    def hidden(self, draft: float, verify: float, requests: int, draft_sms: int = 0) -> float:
-        """Of so many seconds of both for so many requests, those that overlapping hides."""
+    def hidden(self, draft: float, verify: float, requests: int, draft_sms: int = 0, draft_rows: int = 0) -> float:
+        """Of so many seconds of both for so many requests, those that overlapping hides.
+
+        `draft_rows`, where there are more of them than requests: branches.
+        """
         ...
 
     def verify(self, rows: Rows, context: Context, prompt_rows: int = 0) -> FloatArray:
@@ -284,7 +302,7 @@ class ProfiledCost:
         self._target_factor = self._draft_factor = 1.0
         self._host = profile.host
         self._await, self._num_awaited = profile.await_seconds, 4  # the profile counts as so many steps
-        self._shares = {each.draft_sms: each.share for each in profile.besides}
+        self._besides = {each.draft_sms: each for each in profile.besides}
         sizes = profile.verify.rows if profile.verify.is_stepped else ()
         self._row_sizes: IntArray = np.array(sizes, dtype=np.int64)
         # more rows than graphs have run as prompts do
@@ -307,7 +325,7 @@ class ProfiledCost:
 
     @property
     def splits(self) -> tuple[int, ...]:
-        return tuple(self._shares)
+        return tuple(self._besides)
 
     @property
     def await_seconds(self) -> float:
@@ -342,28 +360,30 @@ class ProfiledCost:
         hidden = 0.0
         if plan.overlaps and plan.lengths.any():
             beside = draft * (1 - int(plan.lead.max(initial=0)) / int(plan.lengths.max()))
-            hidden = self.hidden(beside, verify, int(np.count_nonzero(plan.lengths)), plan.draft_sms)
+            requests = int(np.count_nonzero(plan.lengths))
+            hidden = self.hidden(beside, verify, requests, plan.draft_sms, requests + _branches(plan).sum())
         return StepSeconds(draft, verify, hidden)
 
     def predict(self, plan: StepPlan) -> float:
         """Seconds of the step."""
         return self.parts(plan).total + self._host + (self._await if plan.waits else 0.0)
 
-    def hidden(self, draft: float, verify: float, requests: int, draft_sms: int = 0) -> float:
+    def hidden(self, draft: float, verify: float, requests: int, draft_sms: int = 0, draft_rows: int = 0) -> float:
         """Of so many seconds of both for so many requests, those that overlapping hides; negative where it slows.
 
         None, for more requests than were measured.
         """
-        share = self._shares.get(draft_sms)
-        if share is None or requests > share.most_rows:
+        beside = self._besides.get(draft_sms)
+        if beside is None or requests > beside.share.most_rows:
             return 0.0
-        return min(draft, verify) * (1 - float(share(requests, 0.0)))
+        return draft + verify - beside.total(draft, verify, requests, draft_rows)
 
     def learn(self, plan: StepPlan, spent: StepSeconds, seconds: float) -> None:
         """Take in how long a step really took, by its parts where they were measured; one that overlapped says less."""
         if plan.overlaps:
             if plan.waits and spent.total > 0:
-                more = min(max(seconds - spent.total - self._host, 0.0), spent.total / 2)  # no pause of the process
+                # no pause of the process, after which it would never be tried again
+                more = min(max(seconds - spent.total - self._host, 0.0), 2 * self._await + LEAST_AWAITED)
                 self._num_awaited += 1
                 self._await += max(1 / self._num_awaited, 1 - FADING) * (more - self._await)
             return
@@ -393,7 +413,18 @@ class ProfiledCost:
             return 0.0, verify
         draft = float(self._first_draft(work.num_drafting, work.draft_context, work.catch_up_rows))
         deeper = np.arange(1, int(plan.lengths.max()))[:, None] < plan.lengths
-        return draft + float(self.profile.next_draft(deeper.sum(axis=1), deeper @ plan.num_tokens).sum()), verify
+        rows, read = deeper.sum(axis=1), deeper @ plan.num_tokens
+        if plan.outcomes:
+            behind, branches = slice(int(plan.lead.max(initial=0)), None), _branches(plan)
+            rows[behind] += branches.sum()
+            read[behind] += branches @ plan.num_tokens
+        return draft + float(self.profile.next_draft(rows, read).sum()), verify
+
+
+def _branches(plan: StepPlan) -> IntArray:
+    """[B] behind the first draft that is not verified."""
+    points = np.where(plan.chunks_of(plan.lengths) > 1, plan.judged + 1, 0)  # at which they may begin
+    return points * plan.guesses(int(points.sum()))
 
 
 def _moved(factor: float, ratio: float) -> float:

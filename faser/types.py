@@ -300,6 +300,9 @@ class PageWrites:
 
 
 NONE: IntArray = np.zeros(0, dtype=np.int64)
+# Rows of a draft with branches: a model of 1B takes about as long for so many as for one, and on a part of the device,
+# where more rows are slow, a 0.6B does.
+MOST_DRAFT_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -318,7 +321,8 @@ class StepPlan:
 
     With `outcomes` the draft goes on for other cases, too: of every token that may turn out to be the last one, the
     draft's next best guesses, so many of them. Behind each it drafts as many tokens as the next frontier has. Where the
-    verification ends with one of these, that branch is adopted: it becomes the next frontier, and that is a hit.
+    verification ends with one of these, that branch is adopted: it becomes the next frontier, and that is a hit. There
+    are as many as leave the draft MOST_DRAFT_ROWS; where that is too few, every token has fewer guesses.
 
     A plan made while the step before it runs does not know how many drafts that will accept. Requests that drafted are
     `unsettled`: their numbers hold if all drafts are accepted, and `settle` says what they are if some are not. Most
@@ -395,6 +399,10 @@ class StepPlan:
     def chunks_of(self, num_drafted: IntArray) -> IntArray:
         """[B] of so many new drafts those that are not verified in this step."""
         return self.frontier + num_drafted - self.judged_of(num_drafted)
+
+    def guesses(self, points: int) -> int:
+        """For each of so many tokens that may be the last, as far as there is room."""
+        return max(0, min(self.outcomes, (MOST_DRAFT_ROWS - self.slots.size) // points)) if points else 0
 
     @cached_property
     def samples(self) -> NDArray[np.bool_]:

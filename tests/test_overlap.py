@@ -452,7 +452,7 @@ def test_pages_in_the_prefix_cache_hold_no_guess(pair, leads):
     assert engine.stats.context_rows - rows < rows
 
 
-def test_where_there_is_one_lane_it_is_refused_and_a_typo_too():
+def test_where_there_is_one_lane_or_no_draft_model_it_is_refused_and_a_typo_too():
     target = Transformer.random(CONFIGS["llama3"], 0)
 
     class OneLane(CpuDevice):
@@ -460,5 +460,8 @@ def test_where_there_is_one_lane_it_is_refused_and_a_typo_too():
 
     with pytest.raises(ConfigError, match="overlap=on: narrow drafts and verifies one after the other"):
         build_engine(target, target, EngineOptions(policy=Fixed(2), overlap="on", num_pages=40), device=OneLane())
+    for draft in (None, "ngram"):
+        with pytest.raises(ConfigError, match="overlap=on: there is no draft model"):
+            build_engine(target, draft, EngineOptions(overlap="on", num_pages=40))
     with pytest.raises(ConfigError, match="overlap='yes'"):
         EngineOptions(overlap="yes")

@@ -38,7 +38,7 @@ GPU = Profile(
     host=0.5 * MS,
     besides=(
         Beside.of(0, {1: (StepSeconds(2 * MS, 4 * MS), StepSeconds(2 * MS, 4 * MS), 5.5 * MS)}),
-        Beside.of(32, {1: (StepSeconds(2 * MS, 4 * MS), StepSeconds(3 * MS, 4.5 * MS), 4.5 * MS)}),
+        Beside.of(32, {1: (StepSeconds(2 * MS, 4 * MS), StepSeconds(3 * MS, 5 * MS), 5.5 * MS)}),
     ),
     await_seconds=0.2 * MS,
     errors={"verify": 0.02, "verify_worst": 0.05},
@@ -117,6 +117,7 @@ def test_ways_to_overlap_come_back_as_numbers_of_their_own():
     given = json.loads(json.dumps(GPU.to_dict()))
     assert [each["draft_sms"] for each in given["besides"]] == [0, 32]
     assert given["besides"][1]["share"]["seconds"] == pytest.approx([0.25])
+    assert given["besides"][1]["draft_factor"]["seconds"] == pytest.approx([1.5])
     found = Profile.from_dict(given)
     assert found.besides == GPU.besides
     assert found.await_seconds == GPU.await_seconds
@@ -124,19 +125,23 @@ def test_ways_to_overlap_come_back_as_numbers_of_their_own():
     assert older == replace(GPU, besides=(), await_seconds=0.0)
 
 
-def test_what_is_not_hidden_is_a_share_of_the_shorter():
-    """Of drafting or verification on the whole device, whichever that is; together they may be faster than either."""
+def test_what_is_not_hidden_is_a_share_of_the_one_that_is_over_first():
     batches = {
-        1: (StepSeconds(2.0, 8.0), StepSeconds(3.0, 9.0), 9.0),
+        1: (StepSeconds(2.0, 8.0), StepSeconds(3.0, 9.0), 10.0),
         4: (StepSeconds(6.0, 4.0), StepSeconds(7.0, 5.0), 9.0),
-        16: (StepSeconds(6.0, 10.0), StepSeconds(7.0, 9.5), 9.5),
+        16: (StepSeconds(6.0, 10.0), StepSeconds(7.0, 9.0), 9.0),
+        32: (StepSeconds(6.0, 8.0), StepSeconds(12.0, 10.0), 16.0),
     }
-    found = Beside.of(16, batches)
+    found, none = Beside.of(16, batches), (0.0,) * 4
     assert found.draft_sms == 16
-    assert found.draft == Curve((1, 4, 16), (3.0, 7.0, 7.0), (0.0, 0.0, 0.0))
-    assert found.verify == Curve((1, 4, 16), (9.0, 5.0, 9.5), (0.0, 0.0, 0.0))
-    assert found.together == Curve((1, 4, 16), (9.0, 9.0, 9.5), (0.0, 0.0, 0.0))
-    assert found.share == Curve((1, 4, 16), (0.5, 0.75, 0.0), (0.0, 0.0, 0.0))
+    assert found.draft == Curve(tuple(batches), (3.0, 7.0, 7.0, 12.0), none)
+    assert found.verify == Curve(tuple(batches), (9.0, 5.0, 9.0, 10.0), none)
+    assert found.together == Curve(tuple(batches), (10.0, 9.0, 9.0, 16.0), none)
+    assert found.share == Curve(tuple(batches), (0.5, 0.5, 0.0, 0.5), none)
+    assert found.draft_factor == Curve(tuple(batches), (1.5, 7 / 6, 7 / 6, 2.0), none)
+    assert found.verify_factor == Curve(tuple(batches), (9 / 8, 5 / 4, 0.9, 1.25), none)
+    for size, (apart, _, together) in batches.items():
+        assert found.total(apart.draft, apart.verify, size, size) == pytest.approx(together)
 
 
 def test_errors_are_told_in_a_line():
@@ -243,13 +248,47 @@ def test_what_overlapping_hides_goes_by_requests_and_by_how_the_device_is_shared
     assert ProfiledCost(replace(GPU, besides=())).splits == ()
 
 
+def test_a_part_of_the_device_makes_each_as_much_slower_as_was_measured():
+    one = replace(
+        GPU.besides[0],
+        share=Curve((1, 4), (0.25, 0.5), (0.0, 0.0)),
+        draft_factor=Curve((1, 4), (2.0, 3.0), (0.0, 0.0)),
+        verify_factor=Curve((1, 4), (0.5, 1.25), (0.0, 0.0)),
+    )
+    assert one.total(4.0, 20.0, 1, 1) == pytest.approx(10 + 0.25 * 4)
+    assert one.total(8.0, 20.0, 1, 1) == pytest.approx(16 + 0.25 * 20)  # drafting is what takes longer
+    assert one.total(4.0, 20.0, 4, 4) == pytest.approx(25 + 0.5 * 4)
+    assert one.total(4.0, 20.0, 1, 4) == pytest.approx(12)  # branches are, on their part
+    assert one.total(3.0, 20.0, 1, 4) == pytest.approx(10 + 0.25 * 3)  # they are not
+    assert one.total(4.0, 20.0, 1, 64) == pytest.approx(12)  # nothing is known of so many
+    cost = ProfiledCost(replace(GPU, besides=(replace(one, draft_sms=16),)))
+    assert cost.hidden(4.0, 20.0, 4, 16) == pytest.approx(24 - 27)
+    assert cost.hidden(4.0, 20.0, 1, 16, 4) == pytest.approx(24 - 12)
+    assert cost.hidden(4.0, 20.0, 5, 16, 10) == 0  # more requests than were measured
+
+
+def test_branches_are_rows_of_every_draft_behind_the_first_that_is_not_verified():
+    flat = Curve((1, 2, 100), (MS, 2 * MS, 100 * MS), (0.0,) * 3)  # a millisecond a row
+    cost = ProfiledCost(replace(GPU, first_draft=flat, next_draft=flat))
+    plan = overlapping(make_plan([100, 50], 6), lead=3)
+    assert cost.parts(plan).draft == pytest.approx(12 * MS)
+    assert cost.parts(replace(plan, outcomes=2)).draft == pytest.approx((12 + 2 * 2 * (2 * 4)) * MS)
+    plan = overlapping(make_plan([100, 50], 4), frontier=19)
+    assert cost.parts(replace(plan, outcomes=4)).draft == pytest.approx((8 + 3 * 40) * MS)  # one guess has room
+    nothing_left = overlapping(make_plan([100], 3), lead=2)
+    assert cost.parts(replace(nothing_left, outcomes=2)) == cost.parts(nothing_left)
+
+
 def test_drafts_that_the_verification_waits_for_are_not_hidden():
     even = replace(GPU.next_draft, per_token=(0.0,) * 3)  # 0.7 ms a token, whichever it is
     cost, plan = ProfiledCost(replace(GPU, first_draft=even, next_draft=even)), make_plan([100], 5)
     ahead = cost.parts(overlapping(plan, frontier=2, draft_sms=32))
-    assert ahead == StepSeconds(pytest.approx(3.5 * MS), pytest.approx(5.1 * MS), pytest.approx(0.75 * 3.5 * MS))
+    slower = 0.25 * 5.1 * MS  # verification on its part
+    assert ahead == StepSeconds(
+        pytest.approx(3.5 * MS), pytest.approx(5.1 * MS), pytest.approx(0.75 * 3.5 * MS - slower)
+    )
     led = cost.parts(overlapping(plan, lead=2, draft_sms=32))
-    assert led == StepSeconds(pytest.approx(3.5 * MS), pytest.approx(5.1 * MS), pytest.approx(0.75 * 2.1 * MS))
+    assert led == StepSeconds(pytest.approx(3.5 * MS), pytest.approx(5.1 * MS), pytest.approx(0.75 * 2.1 * MS - slower))
     assert cost.parts(overlapping(plan, lead=5)).hidden == 0
 
 

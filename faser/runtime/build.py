@@ -173,6 +173,8 @@ def _make_overlap(made: _Made, options: EngineOptions, cost: ProfiledCost | None
     """None where there is nothing to overlap: prompt lookup takes no time; or, for `auto`, where it never pays."""
     if options.overlap == "on" and not made.device.splits:
         raise ConfigError(f"overlap=on: {made.device.name} drafts and verifies one after the other; leave it out")
+    if options.overlap == "on" and made.draft_model is None:
+        raise ConfigError("overlap=on: there is no draft model whose work could be hidden; give one, or leave it out")
     if options.overlap == "off" or made.draft_model is None or not made.device.splits:
         return None
     if options.overlap == "auto":

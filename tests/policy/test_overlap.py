@@ -25,7 +25,7 @@ from faser.policy.overlap import (
     worthwhile,
 )
 from faser.profile import NOTHING, Beside, Curve
-from faser.types import StepResult
+from faser.types import MOST_DRAFT_ROWS, StepResult
 from tests.oracle import World, make_request
 from tests.policy.profiles import H200, MS, make_view
 
@@ -118,6 +118,7 @@ def ways_of(view) -> dict[tuple[int, int, int, int], float]:
             (lead + 1, lead, guesses, split): lead_speed(view, rates, lead, split, guesses, adopted[guesses])
             for lead in LEADING
             for guesses in GUESSING
+            if (guesses * (lead + 1) + 1) * view.num_requests <= MOST_DRAFT_ROWS
         }
     return ways
 

@@ -139,7 +139,7 @@ class SimulatedAhead(Simulated):
         self.results.clear()
 
 
-SLOWER = {0: (1.0, 1.0), 16: (3.0, 1.1), 48: (1.5, 1.4)}  # drafting and verification on parts, by draft_sms
+SLOWER = {0: (1.0, 1.0), 16: (1.3, 1.1), 48: (1.2, 1.02)}  # drafting and verification on parts, by draft_sms
 LEFT = {0: 0.8, 16: 0.1, 48: 0.9}  # of the shorter, for one request; for sixteen twice as much
 
 
@@ -147,8 +147,13 @@ class Shared(Simulated):
     """Has parts, on which both models are slower, and both at once take longer than the longer of them."""
 
     def __init__(self, profile: Profile, *args) -> None:
-        shares = {split: Curve((1, 16), (left, 2 * left), (0.0, 0.0)) for split, left in LEFT.items()}
-        besides = tuple(Beside(split, NOTHING, NOTHING, NOTHING, share) for split, share in shares.items())
+        besides = tuple(
+            Beside(
+                split, NOTHING, NOTHING, NOTHING, Curve((1, 16), (left, 2 * left), (0.0, 0.0)),
+                *(Curve((1,), (each,), (0.0,)) for each in SLOWER[split]),
+            )
+            for split, left in LEFT.items()
+        )  # fmt: skip
         super().__init__(replace(profile, besides=besides), *args)
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -252,7 +257,10 @@ def test_drafting_beside_verification_is_measured_in_each_way_the_device_is_shar
             assert float(beside.draft(size, 0)) == pytest.approx(draft * apart.draft, rel=0.02)
             assert float(beside.verify(size, 0)) == pytest.approx(verify * apart.verify, rel=0.02)
             share = float(beside.share(size, 0))
-            assert float(beside.together(size, 0)) == pytest.approx(apart.verify + share * apart.draft, rel=0.02)
+            both = verify * apart.verify + share * apart.draft
+            assert float(beside.together(size, 0)) == pytest.approx(both, rel=0.02)
+            assert float(beside.draft_factor(size, 0)) == pytest.approx(draft, rel=0.02)
+            assert float(beside.verify_factor(size, 0)) == pytest.approx(verify, rel=0.02)
     assert found.await_seconds == 0
     assert ProfiledCost(found).splits == (0, 16, 48)
 

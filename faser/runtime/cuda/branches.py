@@ -20,9 +20,8 @@ import triton.language as tl
 
 from faser.runtime.cuda.sampling import HIT, MOST_RIVALS, RECENT, Slots, draw
 from faser.runtime.cuda.transfer import send
-from faser.types import IntArray, StepPlan
+from faser.types import MOST_DRAFT_ROWS, IntArray, StepPlan
 
-MOST_BRANCHES = 64  # a draft model of 1B takes as long for so many rows as for one
 MOST_DRAFTS = 8  # of each, behind its first token
 
 
@@ -62,7 +61,7 @@ class Branches:
         if plan.unsettled.any() or not parents.size:
             return None
         points = plan.judged[parents] + 1  # where a branch may begin
-        num_ranks = min(plan.outcomes, MOST_RIVALS, MOST_BRANCHES // int(points.sum()))
+        num_ranks = min(MOST_RIVALS, plan.guesses(int(points.sum())))
         if not num_ranks:
             return None
         counts = points * num_ranks
@@ -92,7 +91,7 @@ def fork(branches: Branches, slots: Slots, table: torch.Tensor, pages: torch.Ten
     told = send(np.stack(columns).astype(np.int32), pages.device)
     _fork_kernel[(branches.slots.size, num_layers)](
         *told, slots.history, slots.seeds, slots.inverse_temperatures, slots.rivals, table, pages,
-        int(branches.slots[0]), num_pages - own_pages * MOST_BRANCHES, table.shape[1],
+        int(branches.slots[0]), num_pages - own_pages * MOST_DRAFT_ROWS, table.shape[1],
         slots.history.stride(0), table.stride(0), pages.stride(0), page_size,
         entry=pages.stride(2), own_pages=own_pages, recent=RECENT, most_rivals=MOST_RIVALS, block=1024, num_warps=4,
     )  # fmt: skip

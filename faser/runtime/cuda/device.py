@@ -9,7 +9,7 @@ import torch
 from faser.errors import ConfigError
 from faser.models.transformer import Transformer
 from faser.progress import progress_bar
-from faser.runtime.cuda.branches import MOST_BRANCHES, pages_of_branch
+from faser.runtime.cuda.branches import pages_of_branch
 from faser.runtime.cuda.executor import CudaExecutor
 from faser.runtime.cuda.lanes import Lanes
 from faser.runtime.cuda.memory import Ledger, explained_shortage
@@ -17,6 +17,7 @@ from faser.runtime.cuda.model import MIXED_BUCKETS, ROW_BUCKETS, CudaModel
 from faser.runtime.cuda.sampling import Slots
 from faser.runtime.device import Parts, Profiling
 from faser.runtime.drafter import NgramDrafter
+from faser.types import MOST_DRAFT_ROWS
 
 log = logging.getLogger("faser.engine")
 
@@ -49,7 +50,7 @@ class CudaDevice:
         if limits.max_running > ROW_BUCKETS[-1]:
             raise ConfigError(f"max_running={limits.max_running}: a GPU batch has at most {ROW_BUCKETS[-1]} requests")
         ledger = Ledger(sum(model.num_bytes for model in parts.models)) if device.type == "cuda" else None
-        num_branches = MOST_BRANCHES if parts.draft is not None and parts.may_overlap else 0
+        num_branches = MOST_DRAFT_ROWS if parts.draft is not None and parts.may_overlap else 0
         longest = limits.max_model_len + 2 * parts.max_length + 1
         slots = Slots.allocate(limits.max_running + num_branches, longest, device)
 

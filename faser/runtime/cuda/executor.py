@@ -27,7 +27,7 @@ from faser.policy.early_exit import Exiting, candidates_of
 from faser.policy.overlap import FEW
 from faser.policy.stopping import Stopping
 from faser.progress import Update
-from faser.runtime.cuda.branches import MOST_BRANCHES, Branches, adopt, fork
+from faser.runtime.cuda.branches import Branches, adopt, fork
 from faser.runtime.cuda.compile import compile_all
 from faser.runtime.cuda.filters import Filters, logprobs, unpack_logprobs
 from faser.runtime.cuda.lanes import Lanes
@@ -52,6 +52,7 @@ from faser.runtime.drafter import NgramDrafter
 from faser.runtime.sampling import Sampler
 from faser.runtime.verifier import BROKEN
 from faser.types import (
+    MOST_DRAFT_ROWS,
     NONE,
     Admission,
     ExitReadings,
@@ -162,7 +163,7 @@ class CudaExecutor:
         most = FEW_REQUESTS * self._usual_rows
         shapes: list[tuple[CudaModel, Shape | None]] = []
         for split in sorted({0, *splits}):
-            most_rows = next_draft(MOST_BRANCHES + FEW_REQUESTS if split in splits else FEW_REQUESTS).num_rows
+            most_rows = next_draft(MOST_DRAFT_ROWS if split in splits else FEW_REQUESTS).num_rows
             branched = [size for size in ROW_BUCKETS if size <= most_rows]
             for finds in (False, True):
                 shapes += [(draft, _on_part(first_draft(size, 2), split, finds)) for size in few]
