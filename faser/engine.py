@@ -151,30 +151,31 @@ class Engine:
         if exits is None or not exits.is_trial:  # no other step takes as long as a trial
             self.cost.learn(plan, result.seconds, ended - started)
         self._teach(plan, result, ended - started)
-        if result.adopted is not None and self.scheduler.overlap is not None:
-            self.scheduler.overlap.learn(plan, result)
         self.stats.record(plan, result, progress, started=started, planned=planned, ended=ended, predicted=predicted)
         return progress
 
     def _teach(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        policy, samples = self.scheduler.policy, plan.samples
-        if hasattr(policy, "learn") and samples.any():  # a Learner; isinstance would take 14 µs of every step
-            prompt_rows = int(plan.num_rows.sum()) - int(samples.sum())
-            lengths, accepted = result.num_drafted, result.num_accepted
-            if result.hits is not None:  # some drafts were judged, and the first behind them
-                lengths = plan.judged_of(lengths) + (plan.chunks_of(lengths) > 0)
-                accepted = accepted + (result.hits if result.adopted is None else result.hits & ~result.adopted)
-            policy.learn(
-                Outcome(
-                    slots=plan.slots[samples],
-                    lengths=lengths[samples],
-                    accepted=accepted[samples],
-                    lag=plan.draft_rows[samples],
-                    num_prefill_rows=prompt_rows,
-                    seconds=seconds,
-                    confidence=None if result.confidence is None else result.confidence[samples],
-                )
-            )
+        policy, overlap, samples = self.scheduler.policy, self.scheduler.overlap, plan.samples
+        learns = hasattr(policy, "learn")  # a Learner; isinstance would take 14 µs of every step
+        if not samples.any() or not (learns or overlap is not None):
+            return
+        lengths, accepted = plan.judged_of(result.num_drafted), result.num_accepted
+        if result.hits is not None:  # and the first behind those
+            lengths = lengths + (plan.chunks_of(result.num_drafted) > 0)
+            accepted = accepted + (result.hits if result.adopted is None else result.hits & ~result.adopted)
+        outcome = Outcome(
+            slots=plan.slots[samples],
+            lengths=lengths[samples],
+            accepted=accepted[samples],
+            lag=plan.draft_rows[samples],
+            num_prefill_rows=int(plan.num_rows.sum()) - int(samples.sum()),
+            seconds=seconds,
+            confidence=None if result.confidence is None else result.confidence[samples],
+        )
+        if learns:
+            policy.learn(outcome)  # type: ignore[attr-defined]
+        if overlap is not None:
+            overlap.learn(plan, result, outcome)
 
     def abandon(self, reason: FinishReason = FinishReason.FAILED) -> list[Progress]:
         """End every open request; the engine is then empty and usable again."""

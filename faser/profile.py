@@ -27,6 +27,7 @@ VERSION = 3
 FADING = 0.98  # weight of what was known of the machine's speed against the next step
 KEPT_UP = 2  # context tokens a draft computes at most where nobody's fell behind
 LEAST_AWAITED = 1e-4  # seconds
+LEARNING, FORGETTING, MOST_SLOWER = 0.1, 0.999, 2.0  # how fast, of steps that overlap, and how much one may say
 LEAST_FACTOR, MOST_FACTOR = 0.25, 4.0  # how far the steps that run may correct a profile
 
 Rows = IntArray | int
@@ -303,6 +304,8 @@ class ProfiledCost:
         self._host = profile.host
         self._await, self._num_awaited = profile.await_seconds, 4  # the profile counts as so many steps
         self._besides = {each.draft_sms: each for each in profile.besides}
+        # of both at once, by split and whether there are branches
+        self._beside_factors: dict[tuple[int, bool], float] = {}
         sizes = profile.verify.rows if profile.verify.is_stepped else ()
         self._row_sizes: IntArray = np.array(sizes, dtype=np.int64)
         # more rows than graphs have run as prompts do
@@ -376,17 +379,22 @@ class ProfiledCost:
         beside = self._besides.get(draft_sms)
         if beside is None or requests > beside.share.most_rows:
             return 0.0
-        return draft + verify - beside.total(draft, verify, requests, draft_rows)
+        factor = self._beside_factors.get((draft_sms, draft_rows > requests), 1.0)
+        return draft + verify - factor * beside.total(draft, verify, requests, draft_rows)
 
     def learn(self, plan: StepPlan, spent: StepSeconds, seconds: float) -> None:
-        """Take in how long a step really took, by its parts where they were measured; one that overlapped says less."""
+        """Take in how long a step really took, by its parts where they were measured."""
         if plan.overlaps:
+            if spent.total > 0:
+                self._learn_beside(plan, spent)
             if plan.waits and spent.total > 0:
                 # no pause of the process, after which it would never be tried again
                 more = min(max(seconds - spent.total - self._host, 0.0), 2 * self._await + LEAST_AWAITED)
                 self._num_awaited += 1
                 self._await += max(1 / self._num_awaited, 1 - FADING) * (more - self._await)
             return
+        for way, factor in self._beside_factors.items():  # so that what was slow once is tried again
+            self._beside_factors[way] = FORGETTING * factor + 1 - FORGETTING
         draft, verify = self._of_plan(plan)
         if verify > 0 and spent.verify > 0:
             # one pause of the process is no speed of the machine: a step counts as twice what it should be at most
@@ -395,6 +403,19 @@ class ProfiledCost:
             self._target_factor = _moved(self._target_factor, spent.verify / verify)
         if draft > 0 and spent.draft > 0:
             self._draft_factor = _moved(self._draft_factor, spent.draft / draft)
+
+    def _learn_beside(self, plan: StepPlan, spent: StepSeconds) -> None:
+        """A step that overlapped says how long both take at once, not how long either does."""
+        parts, requests, branches = self.parts(plan), int(np.count_nonzero(plan.lengths)), int(_branches(plan).sum())
+        beside = self._besides.get(plan.draft_sms)
+        if beside is None or not requests or requests > beside.share.most_rows:
+            return
+        lead = parts.draft * int(plan.lead.max(initial=0)) / int(plan.lengths.max())
+        expected = parts.total - lead
+        way = plan.draft_sms, branches > 0
+        factor = self._beside_factors.get(way, 1.0)
+        ratio = min(MOST_SLOWER, max(1 / MOST_SLOWER, (spent.total - lead) / expected))
+        self._beside_factors[way] = factor * (1 + LEARNING * (ratio - 1))
 
     def _verify(self, rows: Rows, context: Context, prompt_rows: int) -> FloatArray:
         prompts = self.profile.prompts

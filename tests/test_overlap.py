@@ -13,6 +13,7 @@ from faser.engine import Engine
 from faser.errors import ConfigError
 from faser.models.transformer import Transformer
 from faser.policy import Fixed
+from faser.policy.base import Outcome
 from faser.policy.overlap import Overlap
 from faser.runtime.build import build_engine
 from faser.runtime.cpu_device import CpuDevice
@@ -393,6 +394,26 @@ def test_so_they_are_where_guesses_are_adopted(outcomes):
     assert any((plan.lead > 0).any() and plan.frontier.any() for plan in plans)
     for name, each in outcome.stats.items():
         assert each.steps + each.accepted == len(outcome.tokens[name]), "every step emits accepted + 1 bonus"
+
+
+class Told(Fixed):
+    """Keeps what it is told of steps."""
+
+    def learn(self, outcome: Outcome) -> None:
+        told = self.__dict__.setdefault("told", [])
+        told += zip(outcome.lengths.tolist(), outcome.accepted.tolist(), strict=True)
+
+
+def test_a_policy_is_told_of_every_draft_that_was_judged_whichever_step_made_it():
+    target = Transformer.random(CONFIGS["llama3"], 0, std=0.3)
+    policy = Told(3)
+    engine = make_engine(target, target, policy, overlap="on")
+    engine.scheduler.overlap = SometimesOverlap()
+    serve(engine, make_requests(target.config))
+    assert engine.stats.accepted > 100
+    assert all(accepted == length for length, accepted in policy.told), "it is always right"
+    hits = engine.stats.hits  # of which the first token is the one that the verification emits
+    assert sum(length for length, _ in policy.told) == engine.stats.accepted + hits
 
 
 @pytest.mark.parametrize("kind", ["right", "wrong"])

@@ -346,6 +346,55 @@ def test_what_waiting_takes_is_learned_from_the_steps_that_wait(more):
     assert cost.host == GPU.host
 
 
+def learn_beside(cost: ProfiledCost, plan: StepPlan, factor: float, steps: int) -> None:
+    """Both at once took so many times as long as the profile says, beside the lead."""
+    fresh = ProfiledCost(cost.profile).parts(plan)
+    lead = fresh.draft * int(plan.lead[0]) / int(plan.lengths[0])
+    total = lead + factor * (fresh.total - lead)
+    for _ in range(steps):
+        cost.learn(plan, StepSeconds(total, total, total), total + cost.host)
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.0, 1.5])
+@pytest.mark.parametrize("lead", [0, 2])
+def test_what_both_take_at_once_is_learned_from_the_steps_that_overlap_that_way(factor, lead):
+    cost, plan = ProfiledCost(GPU), overlapping(make_plan([100], 5), lead=lead, draft_sms=32)
+    learn_beside(cost, plan, factor, 100)
+    fresh = ProfiledCost(GPU)
+    assert 11 * MS - cost.hidden(5 * MS, 6 * MS, 1, 32) == pytest.approx(
+        factor * (11 * MS - fresh.hidden(5 * MS, 6 * MS, 1, 32)), rel=0.01
+    )
+    assert cost.hidden(5 * MS, 6 * MS, 1) == fresh.hidden(5 * MS, 6 * MS, 1), "another split"
+    assert cost.hidden(5 * MS, 6 * MS, 1, 32, 9) == fresh.hidden(5 * MS, 6 * MS, 1, 32, 9), "with branches"
+    assert cost.factors == (1.0, 1.0)
+    branched = replace(plan, outcomes=2)
+    learn_beside(cost, branched, 2 * factor, 200)
+    assert cost.parts(branched).total == pytest.approx(
+        cost.parts(branched).draft * lead / 5
+        + 2 * factor * (fresh.parts(branched).total - fresh.parts(branched).draft * lead / 5),
+        rel=0.01,
+    )
+
+
+def test_a_way_that_was_slow_is_tried_again_some_day():
+    cost, plan = ProfiledCost(GPU), make_plan([100], 5)
+    learn_beside(cost, overlapping(plan, draft_sms=32), 1.8, 100)
+    slow = cost.hidden(5 * MS, 6 * MS, 1, 32)
+    run(cost, plan, 1.0, 0.0, 100)
+    assert slow < cost.hidden(5 * MS, 6 * MS, 1, 32) < 0.5 * (slow + ProfiledCost(GPU).hidden(5 * MS, 6 * MS, 1, 32))
+    run(cost, plan, 1.0, 0.0, 5_000)
+    assert cost.hidden(5 * MS, 6 * MS, 1, 32) == pytest.approx(
+        ProfiledCost(GPU).hidden(5 * MS, 6 * MS, 1, 32), rel=0.05
+    )
+
+
+def test_one_long_pause_of_a_step_that_overlaps_hardly_counts():
+    cost, plan = ProfiledCost(GPU), overlapping(make_plan([100], 5), draft_sms=32)
+    before = cost.parts(plan).total
+    learn_beside(cost, plan, 1000.0, 1)
+    assert before < cost.parts(plan).total < 1.11 * before
+
+
 def test_other_steps_say_nothing_of_waiting():
     cost, plain = ProfiledCost(GPU), make_plan([100], 3)
     learn_waiting(cost, 1.5 * MS, 20, waits=False)

@@ -54,7 +54,7 @@ class Outcome:
     """What came of a step. Arrays are [B], the requests that decoded in it, in its order."""
 
     slots: IntArray
-    lengths: IntArray  # drafted
+    lengths: IntArray  # drafted, in this step or the one before, and judged in this one
     accepted: IntArray
     lag: IntArray  # context tokens the draft computed first
     num_prefill_rows: int

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from faser.policy.base import MOST_LENGTH, BatchView
+from faser.policy.acceptance import Acceptance
+from faser.policy.base import MOST_LENGTH, BatchView, Outcome
 from faser.policy.estimates import ragged_seconds, reaches, request_rates
 from faser.profile import Cost
 from faser.types import MOST_DRAFT_ROWS, FloatArray, IntArray, StepPlan, StepResult
@@ -37,7 +38,7 @@ GUESSING = (0, 1, 2, 4)
 ADOPTED = {1: 0.23, 2: 0.29, 4: 0.39}
 PRIOR = 30
 LIKELY = (0.5, 0.7, 0.8, 0.9, 0.95)  # rates at which overlapping is looked at before anything is known
-PATIENCE = 16  # steps before the same batch is looked at again, which takes the host a millisecond
+PATIENCE = 4  # steps before the same batch is looked at again, which takes the host half a millisecond or more
 FEW = (1, 2, 4)  # requests, likewise; for more it is not considered
 CONTEXT = 512  # and tokens of each
 
@@ -98,6 +99,7 @@ class Overlap:
         self._looked_at: tuple[int, ...] = ()  # what the latest decision was for
         self._best: Way | None = None
         self._num_steps = 0  # since then
+        self._acceptance = Acceptance(MOST_LENGTH)  # of all requests, for what is not known of one
         self._adopted = {guesses: np.array([rate * PRIOR, PRIOR]) for guesses, rate in ADOPTED.items()}  # of misses
 
     def chunks(self, view: BatchView, lengths: IntArray) -> Chunks | None:
@@ -118,7 +120,7 @@ class Overlap:
         return self._best.chunks(lengths.size) if self._best is not None else None
 
     def _decide(self, view: BatchView, lengths: IntArray) -> Way | None:
-        rates = np.minimum(request_rates(view), SURE)
+        rates = np.minimum(request_rates(view, self._acceptance.mean), SURE)
         # drafts may stop before their lengths, and what overlaps may be longer than they are
         others = [np.minimum(lengths, most) for most in range(1, int(lengths.max()) + 1)]
         others += [np.full_like(lengths, most) for most in LEADING]
@@ -147,8 +149,9 @@ class Overlap:
         hits, misses = self._adopted[guesses]
         return float(hits / misses)
 
-    def learn(self, plan: StepPlan, result: StepResult) -> None:
-        """Take in how often there was a branch where there was no hit."""
+    def learn(self, plan: StepPlan, result: StepResult, outcome: Outcome) -> None:
+        """Take in how many drafts were right, and how often there was a branch where there was no hit."""
+        self._acceptance.learn(outcome)
         if result.hits is None or result.adopted is None or plan.outcomes not in self._adopted:
             return
         could = plan.samples & (plan.chunks_of(result.num_drafted) > 1)

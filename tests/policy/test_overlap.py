@@ -27,7 +27,7 @@ from faser.policy.overlap import (
 from faser.profile import NOTHING, Beside, Curve
 from faser.types import MOST_DRAFT_ROWS, StepResult
 from tests.oracle import World, make_request
-from tests.policy.profiles import H200, MS, make_view
+from tests.policy.profiles import H200, MS, make_outcome, make_view
 
 
 def view_of(size: int, rate: object, share: float | dict[int, float] | None, await_seconds: float = 0.0):
@@ -247,6 +247,16 @@ def make_steps(guesses: int, hits: list[bool], adopted: list[bool]):
     return plan, result
 
 
+def test_of_a_request_nobody_has_seen_as_much_is_expected_as_of_all():
+    new = replace(view_of(1, 0.5, {0: 0.9, 16: 0.35}), accepted=np.zeros(1, dtype=int), judged=np.zeros(1, dtype=int))
+    seven, overlap = np.full(1, MOST_LENGTH), Overlap("auto")
+    assert overlap.chunks(new, seven) is None
+    plan, result = make_steps(0, [True], [False])
+    for _ in range(500):
+        overlap.learn(plan, result, make_outcome([7], [7]))
+    assert overlaps(overlap, new, seven)
+
+
 @pytest.mark.parametrize("guesses", ADOPTED)
 def test_how_often_a_guess_is_right_is_learned_from_the_misses(guesses):
     overlap = Overlap("auto")
@@ -255,7 +265,7 @@ def test_how_often_a_guess_is_right_is_learned_from_the_misses(guesses):
     # two misses became hits, one did not, and the third request had a hit anyway
     step = make_steps(guesses, [True, True, True, False], [True, True, False, False])
     for _ in range(2_000):
-        overlap.learn(*step)
+        overlap.learn(*step, make_outcome([0], [0]))
     assert overlap.adoption(guesses) == pytest.approx(2 / 3, abs=0.01)
     others = [each for each in ADOPTED if each != guesses]
     assert [overlap.adoption(each) for each in others] == pytest.approx([ADOPTED[each] for each in others])

@@ -429,7 +429,7 @@ class CudaExecutor:
             plan.frontier[order],
         )  # fmt: skip
         draft.set_lengths(lengths)
-        lead, finds = int(plan.lead.max(initial=0)), plan.waits
+        lead, finds = int(plan.lead.max(initial=0)), plan.outcomes > 0
         shape = _on_part(first_draft(rows.size, int(rows.max())), 0 if lead else plan.draft_sms, finds)
         shape = _launch(draft, shape, rows, plan.draft_start[order], int((lengths > 0).sum()))
         if finds and not shape.finds_rivals:
