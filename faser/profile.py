@@ -391,7 +391,7 @@ class ProfiledCost:
                 # no pause of the process, after which it would never be tried again
                 more = min(max(seconds - spent.total - self._host, 0.0), 2 * self._await + LEAST_AWAITED)
                 self._num_awaited += 1
-                self._await += max(1 / self._num_awaited, 1 - FADING) * (more - self._await)
+                self._await += max(1 / self._num_awaited, LEARNING) * (more - self._await)
             return
         for way, factor in self._beside_factors.items():  # so that what was slow once is tried again
             self._beside_factors[way] = FORGETTING * factor + 1 - FORGETTING

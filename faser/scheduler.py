@@ -597,8 +597,8 @@ class Scheduler:
             lengths = np.minimum(chunks.lengths + lead, view.limit)
             if chunks.leads:  # a void frontier is drafted anew in the same step
                 lengths = np.clip(self._max_draft[slots] - frontier, 0, lengths)
-        else:  # one step verifies the frontier and what is drafted now
-            lead = lengths = np.clip(self._max_draft[slots] - frontier, 0, lengths)
+        else:  # one step verifies the frontier and what is drafted now: together as much as was asked for
+            lead = lengths = np.clip(self._max_draft[slots] - frontier, 0, np.maximum(lengths - frontier, 0))
         none = np.zeros_like(lengths)
         if not lengths.any():
             return _Drafting(none, none, none, chunks if frontier.any() else None)

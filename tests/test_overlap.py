@@ -95,16 +95,17 @@ def set_agreement(world: World, agreement: float) -> None:
     world.executor.agreement = agreement
 
 
-def test_a_step_without_overlap_verifies_the_frontier_and_what_is_drafted_behind_it():
+@pytest.mark.parametrize(("length", "drafted"), [(1, 0), (2, 0), (3, 1), (5, 3)])
+def test_a_step_without_overlap_verifies_the_frontier_and_as_many_behind_it_as_its_length_leaves(length, drafted):
     world = World(Fixed(3), overlap=Overlap(), agreement=1.0, max_batch_tokens=64)
     world.add(make_request("a", [1, 2, 3], 30))
     for _ in range(3):
         world.step()
-    world.scheduler.overlap = None
+    world.scheduler.overlap, world.scheduler.policy = None, Fixed(length)
     world.step()
     plan = world.plans[-1]
     assert not plan.overlaps
-    assert (int(plan.frontier[0]), int(plan.lengths[0]), int(plan.judged[0])) == (2, 3, 5)
+    assert (int(plan.frontier[0]), int(plan.lengths[0]), int(plan.judged[0])) == (2, drafted, 2 + drafted)
     world.drain()
     assert world.tokens["a"] == expected_output([1, 2, 3], SEED, 30)
 

@@ -6,6 +6,7 @@ are made in another order, and a token may differ where the best two scores near
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,11 +16,12 @@ import torch
 from faser.config import EngineOptions
 from faser.models.transformer import Transformer
 from faser.policy import Fixed
+from faser.policy.base import BatchView
 from faser.policy.early_exit import EarlyExit, ExitPoint, ExitRule
-from faser.policy.overlap import Overlap
+from faser.policy.overlap import Chunks, Overlap, Way
 from faser.runtime.build import build_engine
 from faser.text import Tokenizer
-from faser.types import ExitReadings, Grammar, Request, SamplingParams
+from faser.types import ExitReadings, Grammar, IntArray, Request, SamplingParams
 from tests.oracle import RandomLengths, RandomStops, SometimesOverlap
 from tests.test_engine import Sometimes
 from tests.test_exactness import Outcome, make_requests, reference, serve
@@ -288,6 +290,42 @@ def test_branches_are_adopted_as_on_the_cpu_and_change_no_token(device, leads, a
     assert adopted[0][2] > 0
     if not ahead:  # near its end a request drafts less where it counts on more
         assert adopted[0] == adopted[1]
+
+
+class AnyWay(Overlap):
+    """As `auto` would choose, for no reason."""
+
+    def __init__(self, splits: Sequence[int]) -> None:
+        super().__init__()
+        self.random, self.splits = np.random.default_rng(0), splits
+
+    def chunks(self, view: BatchView, lengths: IntArray) -> Chunks | None:
+        lead = int(self.random.integers(0, 4))
+        way = Way(0.0, lead + 1, lead, int(self.random.integers(0, 3)), int(self.random.choice(self.splits)))
+        return way.chunks(lengths.size) if lead else None
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_what_a_few_requests_replay_was_captured_ahead_whichever_way_they_overlap(device, is_right):
+    """A graph of a large model takes a tenth of a second."""
+    leave_most_to_the_gpu(device, is_right)
+    target = Transformer.random(replace(CONFIGS["llama3"], head_dim=16, num_layers=1), 0, std=0.3)
+    plain = [r for r in make_requests(target.config) if r.id in ("greedy", "hot")]
+    requests = [
+        replace(r, params=replace(r.params, max_tokens=30 if device == "cuda" else 20), stop_ids=frozenset())
+        for r in plain
+    ]
+    draft = target if is_right else make_draft(target, noise=0.05)
+    engine = make_engine(device, target, draft, Fixed(3), ahead=True, overlap="on")
+    executor = engine.executor
+    splits = (0, *executor._lanes.splits)
+    executor.prepare_overlap(set(splits))
+    engine.scheduler.overlap = AnyWay(splits)
+    before = [set(model._graphs) for model in (executor._target, executor._draft)]
+    assert serve(engine, requests).tokens == reference(target, requests).tokens
+    assert engine.stats.hits > 0
+    assert is_right == (engine.stats.adopted == 0)
+    assert [set(model._graphs) for model in (executor._target, executor._draft)] == before
 
 
 @pytest.mark.gpu
