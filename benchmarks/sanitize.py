@@ -5,19 +5,20 @@
   racecheck  shared memory that two threads use at once without a barrier between
   synccheck  barriers that not every thread reaches
 
-Three things are run under each, after once without any (`plain`), which fills Triton's cache and shows what fails
+Four things are run under each, after once without any (`plain`), which fills Triton's cache and shows what fails
 anyway:
 
   kernels  a selection of the GPU tests of tests/runtime/cuda, without graphs
   eager    an engine with tiny random models in float32 and bfloat16: prompts in chunks, drafts, refusals, preemption,
            temperatures and filters, drafting beside verification; every forward kernel by kernel
   graphs   the same engine as it is, with CUDA graphs
+  lanes    of these steps those that draft beside verification, on parts of the device, in bfloat16
 
 torch's allocator takes large pieces and divides them, so that a kernel may leave its tensor unseen; for memcheck and
 initcheck it is told not to. Graphs cannot be captured without it, hence `eager`.
 
     python3 -m benchmarks.sanitize [--sanitizer PATH/compute-sanitizer] [--tools plain,memcheck,initcheck,racecheck,
-        synccheck] [--runs kernels,eager,graphs] [--seconds 90]
+        synccheck] [--runs kernels,eager,graphs,lanes] [--seconds 90]
     python3 -m benchmarks.sanitize --engine graphs --device cpu      # in this process, without a sanitizer
 
 The output of each process goes to $OUT (else a folder in /tmp) as sanitize-RUN-TOOL.log. One that takes longer than
@@ -45,7 +46,8 @@ from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("plain", "memcheck", "initcheck", "racecheck", "synccheck")
-RUNS = ("kernels", "eager", "graphs")
+RUNS = ("kernels", "eager", "graphs", "lanes")
+ENGINES = RUNS[1:]
 UNCACHED_TOOLS = ("memcheck", "initcheck")
 # Room behind every allocation, so that a kernel that leaves one does not land in the next. Calls of the driver that
 # fail are torch's own affair; so are copies of buffers that were written in part.
@@ -79,7 +81,7 @@ class Finding:
 def sanitize(args: argparse.Namespace, run: str, tool: str) -> Finding:
     log, started = args.out / f"sanitize-{run}-{tool}.log", time.perf_counter()
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    if tool in UNCACHED_TOOLS and run != "graphs":
+    if tool in UNCACHED_TOOLS and run in ("kernels", "eager"):
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -124,18 +126,19 @@ def read_log(text: str, run: str, tool: str, seconds: float, status: int | None)
 # ── the engine ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def run_engine(device: str, uses_graphs: bool) -> None:
+def run_engine(device: str, run: str) -> None:
     """Two dtypes; without drafts, with them, and with drafting beside verification, leads and branches."""
     import torch
 
     from faser.models.transformer import Transformer
 
-    for dtype in (torch.float32, torch.bfloat16):
+    everything = (0, False), (3, False), (3, True)
+    for dtype in (torch.float32, torch.bfloat16) if run != "lanes" else (torch.bfloat16,):
         target, draft = (Transformer.random(tiny_config(), 0, dtype, 0.3, device) for _ in range(2))
         for weight in draft.weights():
             weight += 0.03 * torch.randn_like(weight)
-        for length, overlaps in ((0, False), (3, False), (3, True)):
-            if uses_graphs:
+        for length, overlaps in everything if run != "lanes" else everything[-1:]:
+            if run != "eager":
                 preemptions = serve(target, draft, length, device, overlaps)
             else:
                 with patch("faser.runtime.cuda.model._capture", lambda run, device, stream: run):
@@ -208,7 +211,7 @@ def parse_args(given: Sequence[str] | None) -> argparse.Namespace:
     add("--tools", type=some_of(TOOLS), default=list(TOOLS), help="some of them, with commas between (all)")
     add("--runs", type=some_of(RUNS), default=list(RUNS), help="likewise (all)")
     add("--seconds", type=float, default=90.0, help="for each process (90)")
-    add("--engine", choices=("eager", "graphs"), help="run the engine here and now")
+    add("--engine", choices=ENGINES, help="run the engine here and now")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="of --engine")
     args = parser.parse_args(given)
     args.out = Path(os.environ.get("OUT") or Path(tempfile.gettempdir()) / "faser-sanitize")
@@ -220,7 +223,7 @@ def parse_args(given: Sequence[str] | None) -> argparse.Namespace:
 def main(given: Sequence[str] | None = None) -> int:
     args = parse_args(given)
     if args.engine is not None:
-        run_engine(args.device, uses_graphs=args.engine == "graphs")
+        run_engine(args.device, args.engine)
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
     findings = []
