@@ -10,7 +10,7 @@ chance --adoption); on the split of the device that the profile finds best for t
 much; in the document also the milliseconds per token that the profile predicted.
 
 Before them what the profile says of both at a time, by split and requests: seconds of each alone on its part of the
-device, of both together, and the share of the shorter that is not hidden.
+device, of both together, and the share of the shorter by which that is more than the longer.
 
     python3 -m benchmarks.overlap [--target llama-8b] [--draft llama-1b] [--batches 1,4,16,64]
         [--acceptance 0.6,0.75,0.9,0.95] [--lengths 1,3,5,7] [--guesses 2] [--adoption 0.5] [--output 128]
@@ -18,8 +18,7 @@ device, of both together, and the share of the shorter that is not hidden.
     python3 -m benchmarks.overlap --folder DIR --tokenizer TARGET.gguf [--batches …]
     python3 -m benchmarks.overlap --tiny --device cpu      # tiny models: does it all run?
 
-The last line is one JSON document, with the profile; it is also $OUT/overlap-TARGET-DRAFT.json (-natural with --folder;
-else there is none).
+The last line is one JSON document, with the profile; it is also $OUT/overlap-TARGET-DRAFT.json (else there is none).
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from faser.policy.overlap import Chunks, Overlap, lead_speed, plain_speed, ride_
 from faser.profile import Beside, ProfiledCost
 from faser.runtime.build import build_engine
 from faser.runtime.device import make_device
-from faser.types import IntArray
+from faser.types import MOST_DRAFT_ROWS, IntArray
 from tools.inflate import SHAPES
 
 PROMPT = 128
@@ -92,7 +91,9 @@ def measure(
     engine: Engine, policy: Policy, overlap: str, acceptance: float | None, batch: int, args: argparse.Namespace
 ) -> Line:
     output = args.output
-    cost = engine.cost if isinstance(engine.cost, ProfiledCost) else None
+    cost = fresh_cost(engine)  # as at start: nothing is learned from the lines before
+    if cost is not None:
+        engine.cost = engine.scheduler.cost = cost
     split = best_split(cost, batch)
     worth = worthwhile(cost) if cost is not None else set()
     how = {
@@ -121,8 +122,12 @@ def measure(
         (stats.hits - before.hits) / max(1, stats.chunks - before.chunks),
         splits.most_common(1)[0][0] if splits else 0,
         splits.total() / max(1, stats.steps - before.steps),
-        predict(cost, policy, overlap, acceptance, batch, split, args),
+        predict(fresh_cost(engine), policy, overlap, acceptance, batch, split, args),
     )
+
+
+def fresh_cost(engine: Engine) -> ProfiledCost | None:
+    return ProfiledCost(engine.cost.profile) if isinstance(engine.cost, ProfiledCost) else None
 
 
 def predict(
@@ -137,16 +142,15 @@ def predict(
     """Milliseconds per token, of fixed lengths and where it is known how often drafts are right."""
     if cost is None or acceptance is None or not isinstance(policy, Fixed):
         return None
-    view, rates, length = (
-        BatchView.alike(batch, PROMPT + args.output // 2, cost),
-        np.full(batch, acceptance),
-        policy.max_length,
-    )
+    view, rates = BatchView.alike(batch, PROMPT + args.output // 2, cost), np.full(batch, acceptance)
+    length = policy.length
+    guesses = min(args.guesses, (MOST_DRAFT_ROWS - batch) // (batch * (length + 1)))  # for which there is room
+    adoption = args.adoption if guesses > 0 else 0.0
     speed = {
         "off": lambda: plain_speed(view, rates, np.full(batch, length)),
         "ride": lambda: ride_speed(view, rates, length, split),
         "lead": lambda: lead_speed(view, rates, length, split),
-        "branch": lambda: lead_speed(view, rates, length, split, args.guesses, args.adoption),
+        "branch": lambda: lead_speed(view, rates, length, split, max(0, guesses), adoption),
     }
     return 1e3 * batch / speed[overlap]()
 
@@ -167,7 +171,9 @@ def play(engine: Engine, args: argparse.Namespace) -> Iterator[Line]:
             engine.executor._acceptance.fill_(acceptance)  # type: ignore[attr-defined]
             engine.executor._adoption.fill_(args.adoption)  # type: ignore[attr-defined]
         for batch in args.batches:
-            kinds = [(Fixed(length), how) for how in ("off", "lead") for length in args.lengths]
+            kinds: list[tuple[Policy, str]] = [
+                (Fixed(length), how) for how in ("off", "lead") for length in args.lengths
+            ]
             kinds += [(Fixed(max(args.lengths)), how) for how in ("ride", "branch")]
             kinds += [(make_policy("faser"), "off"), (make_policy("faser"), "auto")]
             for policy, overlap in kinds:
@@ -273,6 +279,10 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args(given)
+    if args.folder is not None:
+        if args.tokenizer is None:
+            parser.error("--folder: give --tokenizer, too")
+        args.target, args.draft = "natural-8b", "natural-1b"
     args.until = time.time() + args.budget_seconds
     is_given = args.device == "cuda" and args.folder is None
     args.acceptance = [float(each) for each in args.acceptance.split(",")] if is_given else [None]
@@ -304,8 +314,7 @@ def main(given: Sequence[str] | None = None) -> None:
         }
     )
     if "OUT" in os.environ:
-        natural = "-natural" if args.folder is not None else ""
-        (Path(os.environ["OUT"]) / f"overlap-{args.target}-{args.draft}{natural}.json").write_text(document + "\n")
+        (Path(os.environ["OUT"]) / f"overlap-{args.target}-{args.draft}.json").write_text(document + "\n")
     print(document)
 
 

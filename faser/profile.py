@@ -23,7 +23,7 @@ from faser.errors import ConfigError
 from faser.machine import write_whole
 from faser.types import FloatArray, IntArray, StepPlan, StepSeconds
 
-VERSION = 3
+VERSION = 4
 FADING = 0.98  # weight of what was known of the machine's speed against the next step
 KEPT_UP = 2  # context tokens a draft computes at most where nobody's fell behind
 LEAST_AWAITED = 1e-4  # seconds
@@ -107,7 +107,7 @@ class Beside:
     draft: Curve  # seconds on its part of the device, while nothing else runs
     verify: Curve  # likewise
     together: Curve  # of both, when both run
-    share: Curve  # by which that is more than the longer of these, of the seconds of the other on the whole device
+    share: Curve  # by which that is more than the longer of these, of the shorter on the whole device
     draft_factor: Curve = SAME  # how many times as long it takes on its part as on the whole device
     verify_factor: Curve = SAME  # likewise; may be below 1, where its programs come out even on fewer SMs
 
@@ -116,8 +116,7 @@ class Beside:
         """By requests: both in turn on the whole device and on their parts, and the seconds of both at once."""
         columns = []
         for apart, alone, together in batches.values():
-            other = apart.draft if alone.verify >= alone.draft else apart.verify
-            share = max(0.0, (together - max(alone.draft, alone.verify)) / other)
+            share = max(0.0, (together - max(alone.draft, alone.verify)) / min(apart.draft, apart.verify))
             factors = alone.draft / apart.draft, alone.verify / apart.verify
             columns.append((alone.draft, alone.verify, together, share, *factors))
         none = (0.0,) * len(batches)
@@ -131,8 +130,7 @@ class Beside:
         """
         on_part = verify * float(self.verify_factor(requests, 0.0))
         drafting = draft * float(self.draft_factor(requests, 0.0))
-        share = float(self.share(requests, 0.0))
-        both = on_part + share * draft if on_part >= drafting else drafting + share * verify
+        both = max(on_part, drafting) + float(self.share(requests, 0.0)) * min(draft, verify)
         branched = min(draft_rows, self.draft_factor.most_rows)
         return max(both, draft * float(self.draft_factor(branched, 0.0))) if draft_rows > requests else both
 
@@ -358,14 +356,9 @@ class ProfiledCost:
 
     def parts(self, plan: StepPlan) -> StepSeconds:
         """Seconds of both models in the step."""
-        draft, verify = self._of_plan(plan)
-        draft, verify = self._draft_factor * draft, self._target_factor * verify
-        hidden = 0.0
-        if plan.overlaps and plan.lengths.any():
-            beside = draft * (1 - int(plan.lead.max(initial=0)) / int(plan.lengths.max()))
-            requests = int(np.count_nonzero(plan.lengths))
-            hidden = self.hidden(beside, verify, requests, plan.draft_sms, requests + _branches(plan).sum())
-        return StepSeconds(draft, verify, hidden)
+        lead, draft, verify = self._of_plan(plan)
+        lead, draft, verify = self._draft_factor * lead, self._draft_factor * draft, self._target_factor * verify
+        return StepSeconds(lead + draft, verify, self._hidden_in(plan, draft, verify))
 
     def predict(self, plan: StepPlan) -> float:
         """Seconds of the step."""
@@ -382,20 +375,26 @@ class ProfiledCost:
         factor = self._beside_factors.get((draft_sms, draft_rows > requests), 1.0)
         return draft + verify - factor * beside.total(draft, verify, requests, draft_rows)
 
+    def _hidden_in(self, plan: StepPlan, draft: float, verify: float) -> float:
+        """Likewise, of a plan that drafts for so long beside its verification."""
+        if not plan.overlaps or not plan.lengths.any():
+            return 0.0
+        requests = int(np.count_nonzero(plan.lengths))
+        return self.hidden(draft, verify, requests, plan.draft_sms, requests + int(_branches(plan).sum()))
+
     def learn(self, plan: StepPlan, spent: StepSeconds, seconds: float) -> None:
         """Take in how long a step really took, by its parts where they were measured."""
+        way = (plan.draft_sms, plan.outcomes > 0) if plan.overlaps else None
+        self._forget(way, plan.waits)
         if plan.overlaps:
             if spent.total > 0:
                 self._learn_beside(plan, spent)
             if plan.waits and spent.total > 0:
-                # no pause of the process, after which it would never be tried again
-                more = min(max(seconds - spent.total - self._host, 0.0), 2 * self._await + LEAST_AWAITED)
+                more = min(max(seconds - spent.total - self._host, 0.0), 2 * self._await + LEAST_AWAITED)  # no pause
                 self._num_awaited += 1
                 self._await += max(1 / self._num_awaited, LEARNING) * (more - self._await)
             return
-        for way, factor in self._beside_factors.items():  # so that what was slow once is tried again
-            self._beside_factors[way] = FORGETTING * factor + 1 - FORGETTING
-        draft, verify = self._of_plan(plan)
+        _, draft, verify = self._of_plan(plan)
         if verify > 0 and spent.verify > 0:
             # one pause of the process is no speed of the machine: a step counts as twice what it should be at most
             most = self._draft_factor * draft + self._target_factor * verify + self._host
@@ -404,18 +403,31 @@ class ProfiledCost:
         if draft > 0 and spent.draft > 0:
             self._draft_factor = _moved(self._draft_factor, spent.draft / draft)
 
+    def _forget(self, way: tuple[int, bool] | None, waits: bool) -> None:
+        """What a step says nothing of becomes what the profile says: what was slow once is tried again."""
+        for each, factor in self._beside_factors.items():
+            if each != way:
+                self._beside_factors[each] = FORGETTING * factor + 1 - FORGETTING
+        if not waits:
+            self._await += (1 - FORGETTING) * (self.profile.await_seconds - self._await)
+
     def _learn_beside(self, plan: StepPlan, spent: StepSeconds) -> None:
-        """A step that overlapped says how long both take at once, not how long either does."""
-        parts, requests, branches = self.parts(plan), int(np.count_nonzero(plan.lengths)), int(_branches(plan).sum())
-        beside = self._besides.get(plan.draft_sms)
-        if beside is None or not requests or requests > beside.share.most_rows:
+        """A step that overlapped says how long both take at once, not how long either does.
+
+        Not one with prompts, which are verified on the whole device.
+        """
+        lead, draft, verify = self._of_plan(plan)
+        lead, draft, verify = self._draft_factor * lead, self._draft_factor * draft, self._target_factor * verify
+        beside, requests = self._besides.get(plan.draft_sms), int(np.count_nonzero(plan.lengths))
+        is_known = beside is not None and 0 < requests <= beside.share.most_rows and plan.samples.all()
+        if not is_known or (plan.num_rows > 1).any() or spent.total <= lead:
             return
-        lead = parts.draft * int(plan.lead.max(initial=0)) / int(plan.lengths.max())
-        expected = parts.total - lead
-        way = plan.draft_sms, branches > 0
+        way = plan.draft_sms, plan.outcomes > 0
         factor = self._beside_factors.get(way, 1.0)
+        expected = draft + verify - self._hidden_in(plan, draft, verify)
         ratio = min(MOST_SLOWER, max(1 / MOST_SLOWER, (spent.total - lead) / expected))
-        self._beside_factors[way] = factor * (1 + LEARNING * (ratio - 1))
+        moved = factor * (1 + LEARNING * (ratio - 1))
+        self._beside_factors[way] = min(MOST_SLOWER, max(1 / MOST_SLOWER, moved))
 
     def _verify(self, rows: Rows, context: Context, prompt_rows: int) -> FloatArray:
         prompts = self.profile.prompts
@@ -426,20 +438,24 @@ class ProfiledCost:
     def _first_draft(self, requests: Rows, context: Context, rows: int) -> FloatArray:
         return self.profile.catch_up(rows, context) if rows else self.profile.first_draft(requests, context)
 
-    def _of_plan(self, plan: StepPlan) -> tuple[float, float]:
-        """Seconds of the draft and of the target, uncorrected."""
+    def _of_plan(self, plan: StepPlan) -> tuple[float, float, float]:
+        """Seconds of a lead, of the other drafts and of the target, uncorrected."""
         work = work_of(plan)
         verify = float(self._verify(work.rows, work.context, work.prompt_rows))
         if not work.num_drafting:
-            return 0.0, verify
-        draft = float(self._first_draft(work.num_drafting, work.draft_context, work.catch_up_rows))
+            return 0.0, 0.0, verify
+        first = float(self._first_draft(work.num_drafting, work.draft_context, work.catch_up_rows))
         deeper = np.arange(1, int(plan.lengths.max()))[:, None] < plan.lengths
         rows, read = deeper.sum(axis=1), deeper @ plan.num_tokens
+        lead = int(plan.lead.max(initial=0))
         if plan.outcomes:
-            behind, branches = slice(int(plan.lead.max(initial=0)), None), _branches(plan)
-            rows[behind] += branches.sum()
-            read[behind] += branches @ plan.num_tokens
-        return draft + float(self.profile.next_draft(rows, read).sum()), verify
+            branches = _branches(plan)
+            rows[lead:] += branches.sum()
+            read[lead:] += branches @ plan.num_tokens
+        others = self.profile.next_draft(rows, read)
+        if not lead:
+            return 0.0, first + float(others.sum()), verify
+        return first + float(others[: lead - 1].sum()), float(others[lead - 1 :].sum()), verify
 
 
 def _branches(plan: StepPlan) -> IntArray:

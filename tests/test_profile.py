@@ -14,6 +14,7 @@ from faser.profile import (
     FADING,
     LEAST_FACTOR,
     MOST_FACTOR,
+    MOST_SLOWER,
     NOTHING,
     VERSION,
     Beside,
@@ -125,7 +126,7 @@ def test_ways_to_overlap_come_back_as_numbers_of_their_own():
     assert older == replace(GPU, besides=(), await_seconds=0.0)
 
 
-def test_what_is_not_hidden_is_a_share_of_the_one_that_is_over_first():
+def test_what_is_not_hidden_is_a_share_of_the_shorter():
     batches = {
         1: (StepSeconds(2.0, 8.0), StepSeconds(3.0, 9.0), 10.0),
         4: (StepSeconds(6.0, 4.0), StepSeconds(7.0, 5.0), 9.0),
@@ -137,7 +138,7 @@ def test_what_is_not_hidden_is_a_share_of_the_one_that_is_over_first():
     assert found.draft == Curve(tuple(batches), (3.0, 7.0, 7.0, 12.0), none)
     assert found.verify == Curve(tuple(batches), (9.0, 5.0, 9.0, 10.0), none)
     assert found.together == Curve(tuple(batches), (10.0, 9.0, 9.0, 16.0), none)
-    assert found.share == Curve(tuple(batches), (0.5, 0.5, 0.0, 0.5), none)
+    assert found.share == Curve(tuple(batches), (0.5, 0.5, 0.0, 2 / 3), none)
     assert found.draft_factor == Curve(tuple(batches), (1.5, 7 / 6, 7 / 6, 2.0), none)
     assert found.verify_factor == Curve(tuple(batches), (9 / 8, 5 / 4, 0.9, 1.25), none)
     for size, (apart, _, together) in batches.items():
@@ -256,7 +257,7 @@ def test_a_part_of_the_device_makes_each_as_much_slower_as_was_measured():
         verify_factor=Curve((1, 4), (0.5, 1.25), (0.0, 0.0)),
     )
     assert one.total(4.0, 20.0, 1, 1) == pytest.approx(10 + 0.25 * 4)
-    assert one.total(8.0, 20.0, 1, 1) == pytest.approx(16 + 0.25 * 20)  # drafting is what takes longer
+    assert one.total(8.0, 20.0, 1, 1) == pytest.approx(16 + 0.25 * 8)  # drafting is what takes longer
     assert one.total(4.0, 20.0, 4, 4) == pytest.approx(25 + 0.5 * 4)
     assert one.total(4.0, 20.0, 1, 4) == pytest.approx(12)  # branches are, on their part
     assert one.total(3.0, 20.0, 1, 4) == pytest.approx(10 + 0.25 * 3)  # they are not
@@ -346,11 +347,16 @@ def test_what_waiting_takes_is_learned_from_the_steps_that_wait(more):
     assert cost.host == GPU.host
 
 
+def lead_seconds(plan: StepPlan) -> float:
+    """What the verification waits for: the drafts of a lead by themselves."""
+    lead = int(plan.lead.max(initial=0))
+    return ProfiledCost(GPU).parts(replace(plan, lengths=plan.lead, outcomes=0)).draft if lead else 0.0
+
+
 def learn_beside(cost: ProfiledCost, plan: StepPlan, factor: float, steps: int) -> None:
     """Both at once took so many times as long as the profile says, beside the lead."""
-    fresh = ProfiledCost(cost.profile).parts(plan)
-    lead = fresh.draft * int(plan.lead[0]) / int(plan.lengths[0])
-    total = lead + factor * (fresh.total - lead)
+    lead = lead_seconds(plan)
+    total = lead + factor * (ProfiledCost(cost.profile).parts(plan).total - lead)
     for _ in range(steps):
         cost.learn(plan, StepSeconds(total, total, total), total + cost.host)
 
@@ -368,12 +374,31 @@ def test_what_both_take_at_once_is_learned_from_the_steps_that_overlap_that_way(
     assert cost.hidden(5 * MS, 6 * MS, 1, 32, 9) == fresh.hidden(5 * MS, 6 * MS, 1, 32, 9), "with branches"
     assert cost.factors == (1.0, 1.0)
     branched = replace(plan, outcomes=2)
-    learn_beside(cost, branched, 2 * factor, 200)
+    learn_beside(cost, branched, 1.2 * factor, 200)
+    alone = lead_seconds(branched)
     assert cost.parts(branched).total == pytest.approx(
-        cost.parts(branched).draft * lead / 5
-        + 2 * factor * (fresh.parts(branched).total - fresh.parts(branched).draft * lead / 5),
-        rel=0.01,
+        alone + 1.2 * factor * (fresh.parts(branched).total - alone), rel=0.01
     )
+
+
+@pytest.mark.parametrize(("slower", "bound"), [(100.0, MOST_SLOWER), (0.01, 1 / MOST_SLOWER)])
+def test_what_is_learned_of_both_at_once_is_bounded(slower, bound):
+    cost, plan = ProfiledCost(GPU), overlapping(make_plan([100], 5), lead=2, draft_sms=32)
+    learn_beside(cost, plan, slower, 500)
+    fresh = ProfiledCost(GPU)
+    assert 11 * MS - cost.hidden(5 * MS, 6 * MS, 1, 32) == pytest.approx(
+        bound * (11 * MS - fresh.hidden(5 * MS, 6 * MS, 1, 32))
+    )
+
+
+def test_nothing_is_learned_of_both_at_once_from_less_than_a_lead_nor_beside_prompts():
+    cost, plan = ProfiledCost(GPU), overlapping(make_plan([100], 5), lead=2, draft_sms=32)
+    before, lead = cost.parts(plan), lead_seconds(plan)
+    cost.learn(plan, StepSeconds(0.9 * lead, 0.9 * lead, 0.9 * lead), 0.0)
+    assert cost.parts(plan) == before
+    for beside in (make_plan([100, 40], 5, num_rows=[1, 8], draft_rows=[1, 0]), make_plan([100, 40], 5, cut=3)):
+        cost.learn(overlapping(beside, draft_sms=32), StepSeconds(1.0, 1.0, 0.0), 2.0)
+    assert cost.parts(plan) == before
 
 
 def test_a_way_that_was_slow_is_tried_again_some_day():

@@ -27,7 +27,7 @@ from faser.types import MOST_DRAFT_ROWS, FloatArray, IntArray, StepPlan, StepRes
 
 MODES = ("auto", "on", "off")
 # By which overlapping must be better to begin with it, and to go on. Rates are estimates, a switch costs drafts, and on
-# an H200 predictions were up to 3 % too good.
+# an H200 predictions for one request were up to 3 % too good.
 MARGIN, STAYING = 0.04, 0.02
 SURE = 0.99  # no rate is taken to be higher
 RIDING = range(2, MOST_LENGTH + 1)  # chunks; of one token nothing would be left to verify
@@ -38,7 +38,9 @@ GUESSING = (0, 1, 2, 4)
 ADOPTED = {1: 0.23, 2: 0.29, 4: 0.39}
 PRIOR = 30
 LIKELY = (0.5, 0.7, 0.8, 0.9, 0.95)  # rates at which overlapping is looked at before anything is known
-PATIENCE = 4  # steps before the same batch is looked at again, which takes the host half a millisecond or more
+PATIENCE = (
+    4  # steps before the same batch is looked at again, which takes the host some milliseconds, behind a step that runs
+)
 FEW = (1, 2, 4)  # requests, likewise; for more it is not considered
 CONTEXT = 512  # and tokens of each
 
@@ -210,9 +212,10 @@ def _overlapped(view: BatchView, rows: int, chunk: int, draft_sms: int, draft_ro
 def _drafting(view: BatchView, length: int, draft_rows: int = 0) -> float:
     """Seconds of so many drafted tokens for everybody, of which all but the first have so many rows."""
     assert view.cost is not None
-    context = float(view.num_tokens.sum())
+    context, rows = float(view.num_tokens.sum()), draft_rows or view.num_requests
     first = float(view.cost.first_draft(view.num_requests, context))
-    return first + (length - 1) * float(view.cost.next_draft(draft_rows or view.num_requests, context))
+    # a branch reads its parent's context
+    return first + (length - 1) * float(view.cost.next_draft(rows, context * rows / view.num_requests))
 
 
 def plain_speed(view: BatchView, rates: FloatArray, lengths: IntArray) -> float:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from faser.pages import NO_WRITES
 from faser.policy import Fixed
 from faser.policy.base import MOST_LENGTH
 from faser.policy.estimates import request_rates
@@ -25,7 +26,7 @@ from faser.policy.overlap import (
     worthwhile,
 )
 from faser.profile import NOTHING, Beside, Curve
-from faser.types import MOST_DRAFT_ROWS, StepResult
+from faser.types import MOST_DRAFT_ROWS, StepPlan, StepResult
 from tests.oracle import World, make_request
 from tests.policy.profiles import H200, MS, make_outcome, make_view
 
@@ -92,11 +93,34 @@ def test_leads_come_as_often_as_chance_has_somebody_miss(rates, lead, guesses, a
     if size == 1 and not guesses:
         held = rates[0] ** (lead + 1)
         assert (tokens, share) == pytest.approx(((1 - held) / (1 - rates[0]), 1 - held), rel=0.02)
-    draft = float(cost.first_draft(size, context)) + lead * float(cost.next_draft(size + guesses * rows, context))
+    all_rows = size + guesses * rows  # of which each reads a context
+    deeper = float(cost.next_draft(all_rows, context * all_rows / size))
+    draft = float(cost.first_draft(size, context)) + lead * deeper
     verify = float(cost.verify(rows, context))
     seconds = max(draft, verify) + 0.25 * min(draft, verify) + share * draft_seconds(view, lead) + cost.host + wait
     found = lead_speed(view, np.array(rates), lead, 16, guesses, adoption)
     assert found == pytest.approx(tokens / seconds, rel=0.01)
+
+
+@pytest.mark.parametrize(("size", "lead", "guesses"), [(1, 3, 0), (1, 7, 4), (2, 5, 2), (4, 3, 1)])
+def test_a_way_is_priced_as_its_plan_is(size, lead, guesses):
+    """Of a step behind a hit: else what is learned from plans would not mend what ways are chosen by."""
+    view = view_of(size, 0.9, {0: 0.9, 16: 0.25})
+    plan = hit_plan(view, lead, guesses)
+    rates = np.full(size, 1 - 1e-12)  # nobody misses
+    seconds = size * (lead + 1) / lead_speed(view, rates, lead, 16, guesses, 0.0)
+    assert seconds == pytest.approx(view.cost.predict(plan), rel=1e-6)
+
+
+def hit_plan(view, lead: int, guesses: int) -> StepPlan:
+    """Everybody has a frontier and drafts the next."""
+    size = view.num_requests
+    each = np.ones(size, dtype=np.int64)
+    return StepPlan(
+        (), (), np.arange(size), view.num_tokens, view.num_tokens - 1, each, (lead + 1) * each, lead * each,
+        view.num_tokens + lead - 1, each, each < 0, NO_WRITES, NO_WRITES, overlaps=True, leads=True, waits=True,
+        outcomes=guesses, draft_sms=16,
+    )  # fmt: skip
 
 
 def test_nobody_overlaps_where_nothing_is_known_nothing_is_drafted_or_nothing_is_hidden():

@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from faser.errors import ConfigError, EngineError
+from faser.policy.base import MOST_LENGTH
 from faser.policy.early_exit import Exiting, candidates_of
 from faser.policy.overlap import FEW
 from faser.policy.stopping import Stopping
@@ -160,7 +161,7 @@ class CudaExecutor:
         draft = self._draft
         assert draft is not None
         few = [size for size in ROW_BUCKETS if size <= FEW_REQUESTS]
-        most = FEW_REQUESTS * self._usual_rows
+        each = {self._usual_rows, max(self._usual_rows, MOST_LENGTH + 1)}  # rows of a request, by its policy or a lead
         shapes: list[tuple[CudaModel, Shape | None]] = []
         for split in sorted({0, *splits}):
             most_rows = next_draft(MOST_DRAFT_ROWS if split in splits else FEW_REQUESTS).num_rows
@@ -169,9 +170,10 @@ class CudaExecutor:
                 shapes += [(draft, _on_part(first_draft(size, 2), split, finds)) for size in few]
                 shapes += [(draft, _on_part(next_draft(size), split, finds)) for size in (branched if finds else few)]
             part = self._lanes.num_sms - split if split else 0
-            rows = [size for size in ROW_BUCKETS if 1 < size <= most]
-            shapes += [(self._target, _on_part(verification(size, self._usual_rows), part)) for size in rows]
-        wanted = [(model, shape) for model, shape in shapes if shape is not None and model.has_graph_of(shape)]
+            rows = [size for size in ROW_BUCKETS if 1 < size <= FEW_REQUESTS * max(each)]
+            shapes += [(self._target, _on_part(verification(size, most), part)) for most in each for size in rows]
+        found = dict.fromkeys(shapes)
+        wanted = [(model, shape) for model, shape in found if shape is not None and model.has_graph_of(shape)]
         one = Branches.one(self._history.shape[0])
         compile_all(
             [

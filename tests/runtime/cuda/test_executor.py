@@ -16,7 +16,7 @@ import torch
 from faser.config import EngineOptions
 from faser.models.transformer import Transformer
 from faser.policy import Fixed
-from faser.policy.base import BatchView
+from faser.policy.base import MOST_LENGTH, BatchView
 from faser.policy.early_exit import EarlyExit, ExitPoint, ExitRule
 from faser.policy.overlap import Chunks, Overlap, Way
 from faser.runtime.build import build_engine
@@ -300,9 +300,13 @@ class AnyWay(Overlap):
         self.random, self.splits = np.random.default_rng(0), splits
 
     def chunks(self, view: BatchView, lengths: IntArray) -> Chunks | None:
-        lead = int(self.random.integers(0, 4))
-        way = Way(0.0, lead + 1, lead, int(self.random.integers(0, 3)), int(self.random.choice(self.splits)))
-        return way.chunks(lengths.size) if lead else None
+        kind, split = self.random.integers(0, 4), int(self.random.choice(self.splits))
+        lead = int(self.random.integers(1, MOST_LENGTH + 1))
+        if kind == 0:
+            return None
+        guesses = int(self.random.integers(0, 3))
+        way = Way(0.0, lead, 0, 0, split) if kind == 1 else Way(0.0, lead + 1, lead, guesses, split)
+        return way.chunks(lengths.size)
 
 
 @pytest.mark.parametrize("is_right", [True, False])
