@@ -356,8 +356,7 @@ class ProfiledCost:
 
     def parts(self, plan: StepPlan) -> StepSeconds:
         """Seconds of both models in the step."""
-        lead, draft, verify = self._of_plan(plan)
-        lead, draft, verify = self._draft_factor * lead, self._draft_factor * draft, self._target_factor * verify
+        lead, draft, verify = self._corrected(plan)
         return StepSeconds(lead + draft, verify, self._hidden_in(plan, draft, verify))
 
     def predict(self, plan: StepPlan) -> float:
@@ -380,12 +379,11 @@ class ProfiledCost:
         if not plan.overlaps or not plan.lengths.any():
             return 0.0
         requests = int(np.count_nonzero(plan.lengths))
-        return self.hidden(draft, verify, requests, plan.draft_sms, requests + int(_branches(plan).sum()))
+        return self.hidden(draft, verify, requests, plan.draft_sms, requests + int(plan.num_branches.sum()))
 
     def learn(self, plan: StepPlan, spent: StepSeconds, seconds: float) -> None:
         """Take in how long a step really took, by its parts where they were measured."""
-        way = (plan.draft_sms, plan.outcomes > 0) if plan.overlaps else None
-        self._forget(way, plan.waits)
+        self._forget(_way(plan) if plan.overlaps else None, plan.waits)
         if plan.overlaps:
             if spent.total > 0:
                 self._learn_beside(plan, spent)
@@ -416,13 +414,12 @@ class ProfiledCost:
 
         Not one with prompts, which are verified on the whole device.
         """
-        lead, draft, verify = self._of_plan(plan)
-        lead, draft, verify = self._draft_factor * lead, self._draft_factor * draft, self._target_factor * verify
+        lead, draft, verify = self._corrected(plan)
         beside, requests = self._besides.get(plan.draft_sms), int(np.count_nonzero(plan.lengths))
-        is_known = beside is not None and 0 < requests <= beside.share.most_rows and plan.samples.all()
-        if not is_known or (plan.num_rows > 1).any() or spent.total <= lead:
+        is_known = beside is not None and 0 < requests <= beside.share.most_rows
+        if not is_known or not plan.only_decodes or spent.total <= lead:
             return
-        way = plan.draft_sms, plan.outcomes > 0
+        way = _way(plan)
         factor = self._beside_factors.get(way, 1.0)
         expected = draft + verify - self._hidden_in(plan, draft, verify)
         ratio = min(MOST_SLOWER, max(1 / MOST_SLOWER, (spent.total - lead) / expected))
@@ -438,8 +435,13 @@ class ProfiledCost:
     def _first_draft(self, requests: Rows, context: Context, rows: int) -> FloatArray:
         return self.profile.catch_up(rows, context) if rows else self.profile.first_draft(requests, context)
 
+    def _corrected(self, plan: StepPlan) -> tuple[float, float, float]:
+        """Seconds of a lead, of the other drafts and of the target."""
+        lead, draft, verify = self._of_plan(plan)
+        return self._draft_factor * lead, self._draft_factor * draft, self._target_factor * verify
+
     def _of_plan(self, plan: StepPlan) -> tuple[float, float, float]:
-        """Seconds of a lead, of the other drafts and of the target, uncorrected."""
+        """Likewise, uncorrected."""
         work = work_of(plan)
         verify = float(self._verify(work.rows, work.context, work.prompt_rows))
         if not work.num_drafting:
@@ -448,20 +450,17 @@ class ProfiledCost:
         deeper = np.arange(1, int(plan.lengths.max()))[:, None] < plan.lengths
         rows, read = deeper.sum(axis=1), deeper @ plan.num_tokens
         lead = int(plan.lead.max(initial=0))
-        if plan.outcomes:
-            branches = _branches(plan)
-            rows[lead:] += branches.sum()
-            read[lead:] += branches @ plan.num_tokens
+        if plan.outcomes:  # behind the first draft that is not verified
+            rows[lead:] += plan.num_branches.sum()
+            read[lead:] += plan.num_branches @ plan.num_tokens
         others = self.profile.next_draft(rows, read)
         if not lead:
             return 0.0, first + float(others.sum()), verify
         return first + float(others[: lead - 1].sum()), float(others[lead - 1 :].sum()), verify
 
 
-def _branches(plan: StepPlan) -> IntArray:
-    """[B] behind the first draft that is not verified."""
-    points = np.where(plan.chunks_of(plan.lengths) > 1, plan.judged + 1, 0)  # at which they may begin
-    return points * plan.guesses(int(points.sum()))
+def _way(plan: StepPlan) -> tuple[int, bool]:
+    return plan.draft_sms, bool(plan.num_branches.any())
 
 
 def _moved(factor: float, ratio: float) -> float:

@@ -564,13 +564,12 @@ class Scheduler:
             target_pages=self.target_pages.take_writes(),
             draft_pages=self.draft_pages.take_writes() if self.draft_pages is not None else NO_WRITES,
             stopping=stopping,
-            overlaps=chunks is not None,
-            lead=lead if chunks is not None and lead.any() else NONE,
-            leads=chunks is not None and chunks.leads,
-            waits=chunks is not None and chunks.waits,
-            outcomes=chunks.outcomes if chunks is not None else 0,
-            draft_sms=chunks.draft_sms if chunks is not None else 0,
         )
+        if chunks is not None:
+            plan = replace(
+                plan, overlaps=True, lead=lead if lead.any() else NONE, leads=chunks.leads, waits=chunks.waits,
+                outcomes=chunks.outcomes, draft_sms=chunks.draft_sms,
+            )  # fmt: skip
         self._admitted, self._released = [], set()
         return plan
 

@@ -400,9 +400,25 @@ class StepPlan:
         """[B] of so many new drafts those that are not verified in this step."""
         return self.frontier + num_drafted - self.judged_of(num_drafted)
 
+    @cached_property
+    def branch_points(self) -> IntArray:
+        """[B] the tokens that may turn out to be the last, where anything would be drafted behind another one."""
+        goes_on = (self.chunks_of(self.lengths) > 1) & (self.draft_rows > 0) & self.samples
+        return np.where(goes_on, self.judged + 1, 0)
+
     def guesses(self, points: int) -> int:
         """For each of so many tokens that may be the last, as far as there is room."""
         return max(0, min(self.outcomes, (MOST_DRAFT_ROWS - self.slots.size) // points)) if points else 0
+
+    @cached_property
+    def num_branches(self) -> IntArray:
+        """[B]"""
+        return self.branch_points * self.guesses(int(self.branch_points.sum())) if self.outcomes else 0 * self.lengths
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether nobody has a prompt to compute."""
+        return bool(self.samples.all()) and not (self.num_rows > 1).any()
 
     @cached_property
     def samples(self) -> NDArray[np.bool_]:

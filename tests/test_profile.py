@@ -401,6 +401,15 @@ def test_nothing_is_learned_of_both_at_once_from_less_than_a_lead_nor_beside_pro
     assert cost.parts(plan) == before
 
 
+def test_a_step_with_no_room_for_branches_is_one_without():
+    plan = overlapping(make_plan([100], 5), lead=4, draft_sms=32)
+    costs = ProfiledCost(GPU), ProfiledCost(GPU)
+    for cost, outcomes in zip(costs, (0, 2), strict=True):
+        learn_beside(cost, replace(plan, outcomes=outcomes), 1.5, 50)
+    assert costs[0].parts(plan) == costs[1].parts(plan) == costs[1].parts(replace(plan, outcomes=2))
+    assert costs[1].parts(plan).total > 1.2 * ProfiledCost(GPU).parts(plan).total
+
+
 def test_a_way_that_was_slow_is_tried_again_some_day():
     cost, plan = ProfiledCost(GPU), make_plan([100], 5)
     learn_beside(cost, overlapping(plan, draft_sms=32), 1.8, 100)

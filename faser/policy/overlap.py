@@ -38,9 +38,7 @@ GUESSING = (0, 1, 2, 4)
 ADOPTED = {1: 0.23, 2: 0.29, 4: 0.39}
 PRIOR = 30
 LIKELY = (0.5, 0.7, 0.8, 0.9, 0.95)  # rates at which overlapping is looked at before anything is known
-PATIENCE = (
-    4  # steps before the same batch is looked at again, which takes the host some milliseconds, behind a step that runs
-)
+PATIENCE = 4  # steps before the same batch is looked at again: a millisecond or two of the host, while a step runs
 FEW = (1, 2, 4)  # requests, likewise; for more it is not considered
 CONTEXT = 512  # and tokens of each
 

@@ -5,7 +5,7 @@ pages of its own behind those of the pool. It shares the pages of its parent's c
 in is copied, up to there. Its first token is one that the draft found nearly as good as its own (`Slots.rivals`).
 After the verdict a branch that begins with the token that was said is copied to where its parent goes on.
 
-Knows slots, pages and verdicts; knows nothing of models or plans.
+Knows plans, slots, pages and verdicts; knows nothing of models.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -57,10 +57,10 @@ class Branches:
         What is not settled has no branches, for nobody knows where they would begin.
         """
         sizes = plan.chunks_of(plan.lengths) - 1
-        parents = np.flatnonzero((sizes > 0) & (sizes <= MOST_DRAFTS) & (plan.draft_rows > 0) & plan.samples)
+        parents = np.flatnonzero((plan.branch_points > 0) & (sizes <= MOST_DRAFTS))
         if plan.unsettled.any() or not parents.size:
             return None
-        points = plan.judged[parents] + 1  # where a branch may begin
+        points = plan.branch_points[parents]
         num_ranks = min(MOST_RIVALS, plan.guesses(int(points.sum())))
         if not num_ranks:
             return None

@@ -161,7 +161,7 @@ class CudaExecutor:
         draft = self._draft
         assert draft is not None
         few = [size for size in ROW_BUCKETS if size <= FEW_REQUESTS]
-        each = {self._usual_rows, max(self._usual_rows, MOST_LENGTH + 1)}  # rows of a request, by its policy or a lead
+        depths = {self._usual_rows, max(self._usual_rows, MOST_LENGTH + 1)}  # rows of a request, by policy or lead
         shapes: list[tuple[CudaModel, Shape | None]] = []
         for split in sorted({0, *splits}):
             most_rows = next_draft(MOST_DRAFT_ROWS if split in splits else FEW_REQUESTS).num_rows
@@ -170,8 +170,8 @@ class CudaExecutor:
                 shapes += [(draft, _on_part(first_draft(size, 2), split, finds)) for size in few]
                 shapes += [(draft, _on_part(next_draft(size), split, finds)) for size in (branched if finds else few)]
             part = self._lanes.num_sms - split if split else 0
-            rows = [size for size in ROW_BUCKETS if 1 < size <= FEW_REQUESTS * max(each)]
-            shapes += [(self._target, _on_part(verification(size, most), part)) for most in each for size in rows]
+            rows = [size for size in ROW_BUCKETS if 1 < size <= FEW_REQUESTS * max(depths)]
+            shapes += [(self._target, _on_part(verification(size, depth), part)) for depth in depths for size in rows]
         found = dict.fromkeys(shapes)
         wanted = [(model, shape) for model, shape in found if shape is not None and model.has_graph_of(shape)]
         one = Branches.one(self._history.shape[0])
@@ -520,7 +520,7 @@ class CudaExecutor:
 
     def _verification(self, plan: StepPlan, num_drafted: IntArray) -> Shape | None:
         """The graph of a step in which all requests decode."""
-        if not _decode_all(plan):
+        if not plan.only_decodes:
             return None
         num_rows = plan.num_rows + num_drafted
         most = int(num_rows.max())
@@ -572,7 +572,7 @@ class CudaExecutor:
         return shape
 
     def _part_shape(self, plan: StepPlan, num_drafted: IntArray) -> Shape | None:
-        if not _decode_all(plan):
+        if not plan.only_decodes:
             return None
         num_rows = plan.num_rows + num_drafted
         return self._target.part_shape(int(num_rows.sum()), max(int(num_rows.max()), self._usual_rows))
@@ -744,11 +744,6 @@ def _launch(model: CudaModel, shape: Shape | None, num_rows: IntArray, start: In
 
 def _on_part(shape: Shape | None, num_sms: int, finds_rivals: bool = False) -> Shape | None:
     return None if shape is None else replace(shape, num_sms=num_sms, finds_rivals=finds_rivals)
-
-
-def _decode_all(plan: StepPlan) -> bool:
-    """Whether nobody has a prompt to compute."""
-    return bool(plan.samples.all()) and not (plan.num_rows > 1).any()
 
 
 class _Marks:
