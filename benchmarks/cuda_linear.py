@@ -9,8 +9,11 @@ each for the one before.
            behind our kernels for norm and activation.
   stack    all products of all layers and the head as one graph, without attention. `plain` is torch: F.rms_norm, mm,
            silu, addmm.
+  plans    other plans than the chosen one, product by product, the three fastest (in the document all): what
+           `linear.choose` is made from. A few layers do.
 
-    python benchmarks/cuda_linear.py [--models 1B 8B] [--rows 1 2 4 8 16 32 64 128] [--vocabulary 128256]
+    python3 -m benchmarks.cuda_linear [--models 1B 8B] [--rows 1 2 4 8 16 32 64 128] [--vocabulary 128256]
+    python3 -m benchmarks.cuda_linear --plans [--products gate_up] [--layers 6] [--models 32B] …
 
 Target: the 1B stack at one row within 1.15 of its floor. The last line is one JSON document.
 """
@@ -18,18 +21,23 @@ Target: the 1B stack at one row within 1.15 of its floor. The last line is one J
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from faser.runtime.cuda import linear
+from faser.runtime.cuda.compile import compile_all
 from faser.runtime.cuda.linear import CUBLAS, Plan, Workspace
 
 BYTES_PER_SECOND = 4.3e12
@@ -57,7 +65,20 @@ class Shape:
         }[product]
 
 
-SHAPES = {"1B": Shape(2048, 16, 32, 8, 64, 8192), "8B": Shape(4096, 32, 32, 8, 128, 14336)}
+SHAPES = {
+    "0.6B": Shape(1024, 28, 16, 8, 128, 3072),
+    "1B": Shape(2048, 16, 32, 8, 64, 8192),
+    "3B": Shape(3072, 28, 24, 8, 128, 8192),
+    "7B": Shape(3584, 28, 28, 4, 128, 18944),
+    "8B": Shape(4096, 32, 32, 8, 128, 14336),
+    "14B": Shape(5120, 40, 40, 8, 128, 17408),
+    "32B": Shape(5120, 64, 64, 8, 128, 25600),
+    "70B": Shape(8192, 80, 64, 8, 128, 28672),
+}
+KINDS: dict[str, linear.Product] = {
+    "qkv": "norm", "out": "residual", "gate_up": "gate_up", "down": "residual", "head": "head",
+}  # fmt: skip
+MOST_SPLIT = 400  # programs that share K, where plans are tried
 
 
 class Stack:
@@ -172,6 +193,53 @@ def measure(name: str, rows: list[int], vocabulary: int) -> list[dict[str, Any]]
     return records
 
 
+def candidates(product: str, num_rows: int, n: int, k: int) -> Iterator[Plan]:
+    """Plans to be tried; n is the number of outputs, of the MLP's gate alone. Not every one can be launched."""
+    num_blocks = -(-n // 64)
+    for block_k, stages in ((64, 4), (64, 8), (128, 3), (128, 4), (128, 5), (128, 8), (256, 3)):
+        yield Plan("tiles", 64, block_k, num_stages=stages)
+        for split in (2, 3, 4, 5, 6, 8, 10, 12, 16) if product in ("qkv", "out", "down") and stages < 5 else ():
+            if 100 <= split * num_blocks <= MOST_SPLIT and split * block_k <= k:
+                yield Plan("tiles", 64, block_k, split=split, num_stages=stages)
+    if num_rows > 4:
+        yield CUBLAS
+        return
+    for block_n, block_k, warps, per_sm in itertools.product((1, 2, 4), (1024, 2048), (4, 8), (0, 4, 8)):
+        if warps == block_k // 256 and per_sm * warps in (0, 32):
+            yield Plan("chunks", block_n, block_k, warps, per_sm=per_sm)
+    for block_n, warps, programs in itertools.product((1, 2), (4, 8, 16), (132, 264, 396)):
+        if 512 * warps <= k <= 1024 * warps and programs * block_n < n:
+            yield linear._walk(block_n, k, warps, programs, n)
+
+
+def try_plans(name: str, rows: list[int], vocabulary: int, products: list[str], layers: int) -> list[dict[str, Any]]:
+    shape, records = SHAPES[name], []
+    stack = Stack(replace(shape, num_layers=layers), vocabulary)
+    for num_rows, product in itertools.product(rows, products):
+        stack.allocate(num_rows)
+        n, k = shape.weight(product, vocabulary)
+        n //= 1 + (product == "gate_up")
+        chosen = linear.choose(KINDS[product], num_rows, n, k, torch.bfloat16)
+        plans = list(dict.fromkeys((chosen, *candidates(product, num_rows, n, k))))
+        found: list[tuple[float, Plan]] = []
+        with patch.object(linear, "MAX_SPLIT_PROGRAMS", MOST_SPLIT):
+            stack.workspace = Workspace.allocate(stack.norm.device)
+            compile_all(partial(stack.run_product, product, 0, plan) for plan in plans)
+            for plan in plans:
+                # too many registers or too much shared memory: no plan
+                with contextlib.suppress(OutOfResources):
+                    found.append((round(measure_product(stack, product, plan), 1), plan))
+        floor = stack.num_bytes(product) / len(stack.weights[product]) / BYTES_PER_SECOND * 1e6
+        print(f"{name} {num_rows} rows, {product}: chosen {found[0][0]} us, floor {floor:.1f}", flush=True)
+        found.sort(key=lambda each: each[0])
+        for microseconds, plan in found[:3]:
+            print(f"  {microseconds}  {plan}", flush=True)
+        tried = [asdict(plan) | {"us": us, "chosen": plan == chosen} for us, plan in found]
+        records.append({"model": name, "rows": num_rows, "product": product, "n": n, "k": k,
+                        "floor_us": round(floor, 1), "plans": tried})  # fmt: skip
+    return records
+
+
 def show(records: list[dict[str, Any]]) -> None:
     print("product, microseconds: ours / cublas (floor)")
     print(f"{'':8}" + "".join(f"{product:>24}" for product in PRODUCTS))
@@ -190,12 +258,21 @@ def show(records: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=sorted(SHAPES), default=sorted(SHAPES))
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=["1B", "8B"])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--vocabulary", type=int, default=128256)
+    parser.add_argument("--plans", action="store_true", help="try other plans")
+    parser.add_argument("--products", nargs="+", choices=PRODUCTS, default=PRODUCTS, help="of --plans (all)")
+    parser.add_argument("--layers", type=int, default=6, help="of --plans (6)")
     arguments = parser.parse_args()
-    records = [each for name in arguments.models for each in measure(name, arguments.rows, arguments.vocabulary)]
-    show(records)
+    records = []
+    for name in arguments.models:
+        if arguments.plans:
+            records += try_plans(name, arguments.rows, arguments.vocabulary, arguments.products, arguments.layers)
+        else:
+            records += measure(name, arguments.rows, arguments.vocabulary)
+    if not arguments.plans:
+        show(records)
     print(json.dumps({"benchmark": "cuda_linear", "device": torch.cuda.get_device_name(), "records": records}))
 
 

@@ -14,7 +14,7 @@ device, of both together, and the share of the shorter by which that is more tha
 
     python3 -m benchmarks.overlap [--target llama-8b] [--draft llama-1b] [--batches 1,4,16,64]
         [--acceptance 0.6,0.75,0.9,0.95] [--lengths 1,3,5,7] [--guesses 2] [--adoption 0.5] [--output 128]
-        [--budget-seconds 500]
+        [--repeats 3] [--budget-seconds 500]
     python3 -m benchmarks.overlap --folder DIR --tokenizer TARGET.gguf [--batches …]
     python3 -m benchmarks.overlap --tiny --device cpu      # tiny models: does it all run?
 
@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -175,7 +176,7 @@ def play(engine: Engine, args: argparse.Namespace) -> Iterator[Line]:
                 (Fixed(length), how) for how in ("off", "lead") for length in args.lengths
             ]
             kinds += [(Fixed(max(args.lengths)), how) for how in ("ride", "branch")]
-            kinds += [(make_policy("faser"), "off"), (make_policy("faser"), "auto")]
+            kinds += [(make_policy("faser"), how) for _ in range(args.repeats) for how in ("off", "auto")]
             for policy, overlap in kinds:
                 if time.time() > args.until:
                     print("no time left for the rest", flush=True)
@@ -193,9 +194,12 @@ def render(lines: Sequence[Line]) -> str:
             for kind in ("off", "ride", "lead", "branch")
             if (each := [line for line in some if line.overlap == kind and line.policy != "faser"])
         }
-        plain, auto = (next((x for x in some if x.policy == "faser" and x.overlap == o), None) for o in ("off", "auto"))
-        if len(fixed) < 4 or plain is None or auto is None:
+        plain, auto = ([line for line in some if (line.policy, line.overlap) == ("faser", o)] for o in ("off", "auto"))
+        if len(fixed) < 4 or not auto:
             continue
+        before, after = (statistics.median(map(_ms, lines)) for lines in (plain, auto))
+        pairs = ", ".join(_times(*pair) for pair in zip(plain, auto, strict=False))
+        overlapped = statistics.mean(line.overlapped for line in auto)
         apart = fixed.pop("off")
         ways = " | ".join(
             f"{each.ms_per_token:.3f} {each.policy} {_times(apart, each)} ({100 * each.hit_rate:.0f} %, "
@@ -204,8 +208,8 @@ def render(lines: Sequence[Line]) -> str:
         )
         chance = "–" if acceptance is None else f"{acceptance:g}"
         text.append(
-            f"{chance:>8}  {batch:5}  {apart.ms_per_token:.3f} {apart.policy}, {plain.ms_per_token:.3f} | {ways} | "
-            f"{auto.ms_per_token:.3f} {_times(plain, auto)} ({100 * auto.overlapped:.0f} %)"
+            f"{chance:>8}  {batch:5}  {apart.ms_per_token:.3f} {apart.policy}, {before:.3f} | {ways} | "
+            f"{after:.3f} {before / after:.3f}× ({100 * overlapped:.0f} %; {pairs})"
         )
     return "\n".join(text)
 
@@ -273,6 +277,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--adoption", type=float, default=0.5)
     parser.add_argument("--acceptance", default="0.6,0.75,0.9,0.95")
     parser.add_argument("--output", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--budget-seconds", type=float, default=500.0)
     parser.add_argument("--folder", type=Path, help="models of benchmarks/h200_trace.py, in place of random weights")
     parser.add_argument("--tokenizer", type=Path, help="of these models")

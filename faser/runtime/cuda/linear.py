@@ -6,9 +6,9 @@ allocate nothing, so they can be captured in CUDA graphs.
 
 Three kernels and cuBLAS share the work:
 
-  chunks   1 row. A program takes a few outputs and walks along K.
+  chunks   1 or 2 rows. A program takes a few outputs and walks along K.
   walk     1 to 4 rows. The rows stay in registers, normalised once, and a fixed number of programs walks along N.
-  tiles    3 to 64 rows, tensor cores. Where N gives too few programs, several split K and the last one adds up.
+  tiles    1 to 64 rows, tensor cores. Where N gives too few programs, several split K and the last one adds up.
   cublas   the rest, behind small kernels for norm and activation.
 
 Every kernel is launched with programmatic dependent launch: it starts while the one before it still runs, loads its
@@ -21,7 +21,7 @@ launch in between is always safe, but gives that overlap away.
 # ruff: noqa: N803, N806 (what a kernel is compiled for is in capitals)
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime import driver
 
 from faser.errors import ConfigError
 
@@ -38,8 +39,9 @@ from faser.errors import ConfigError
 Product = Literal["norm", "gate_up", "residual", "head"]
 
 TILE_ROWS = 64  # the most rows of `tiles`
-MAX_SPLIT_PROGRAMS = 200  # programs that share K in `tiles`: an H200 takes them in one go
 NUM_SMS = 132  # of an H200
+MAX_SPLIT_PROGRAMS = 2 * NUM_SMS  # programs that share K in `tiles`: an H200 takes them in one go
+H200_SHARED_BYTES = 227 * 1024
 REGISTERS_PER_SM = 65536
 
 
@@ -82,77 +84,100 @@ class Workspace:
 def choose(
     product: Product, num_rows: int, n: int, k: int, dtype: torch.dtype, can_split: bool = True, num_sms: int = 0
 ) -> Plan:
-    """The fastest known plan, measured on an H200 in stacks of layers of Llama-3.2-1B's and Llama-3.1-8B's shape.
+    """The fastest known plan, measured on an H200 in layers of the shapes of six models of 0.6B to 70B.
 
     n is the number of outputs (of the MLP's gate alone). Without a workspace nothing is split. On a part of the device
     of num_sms SMs fewer programs run at once.
     """
-    if num_sms:
-        plan = choose(product, num_rows, n, k, dtype, can_split)
-        return _for_part(plan, num_sms, n, k)
+    num_sms = num_sms or NUM_SMS
     if dtype is torch.float32:
         return _chunks(4, min(1024, _power(k)), 4) if num_rows == 1 else CUBLAS
     if num_rows == 1:
-        return _for_one_row(product, n, k)
-    if num_rows == 2:
-        return _for_two_rows(product, n, k)
-    if num_rows <= 4 and product == "norm" and 1024 <= k <= 2048:
-        return _walk(2, k, 4, 384, n)
-    if num_rows <= TILE_ROWS:
-        return _for_few_rows(product, num_rows, n, k, can_split)
-    return CUBLAS
+        plan = _for_one_row(product, n, k, num_sms)
+    elif num_rows == 2:
+        plan = _for_two_rows(product, n, k, num_sms)
+    elif num_rows <= 4 and product == "norm" and 1024 < k <= 2048:
+        plan = _walk(2, k, 4, 384, n, num_sms)
+    else:
+        plan = None
+    if plan is None and num_rows <= TILE_ROWS:
+        plan = _for_few_rows(product, num_rows, n, k, can_split, num_sms)
+    return plan or CUBLAS
 
 
-def _for_part(plan: Plan, num_sms: int, n: int, k: int) -> Plan:
-    """As many programs an SM as on the whole device."""
-    if plan.kernel == "walk" and plan.programs < triton.cdiv(n, plan.block_n):
-        return _walk(plan.block_n, k, plan.num_warps, max(1, plan.programs * num_sms // NUM_SMS), n, num_sms)
-    if plan.kernel == "tiles":
-        most = max(triton.cdiv(n, plan.block_n), MAX_SPLIT_PROGRAMS * num_sms // NUM_SMS)
-        split = plan.split
-        while split > 1 and split * triton.cdiv(n, plan.block_n) > most:
-            split //= 2
-        return replace(plan, split=split)
-    return plan
-
-
-def _for_one_row(product: Product, n: int, k: int) -> Plan:
-    if k < 1024:
+def _for_one_row(product: Product, n: int, k: int, num_sms: int) -> Plan | None:
+    """None: as for a few."""
+    if k <= 1024:
         return _chunks(4, _power(k), 4)
     if product == "residual":
         if k <= 2048:
-            return _walk(4, k, 4, n, n)
-        if 4096 < k <= 16384:
-            return _walk(1, k, _power(k) // 1024, 264 if k <= 8192 else 132, n)
-        return _chunks(4, 2048, 8, 4)
+            return _walk(4, k, 4, n, n, num_sms)
+        if k <= 4096:
+            return _walk(2, k, 4, 264, n, num_sms) if n <= 2048 else _chunks(4, 1024, 4, 8)
+        if k <= 8192:
+            return _walk(2, k, 8, 132, n, num_sms)
+        return _chunks(2, 2048, 8, 4) if k <= 16384 else None
     if product == "gate_up":
         if k <= 2048:
             return _chunks(2, 1024, 4, 8)
-        return _walk(1, k, 4, 396, n) if k <= 4096 else _chunks(2, 1024, 4)
-    if k > 2048:
-        return _chunks(2, 1024, 4, 8 if k <= 4096 else 0)
-    return _chunks(4, 2048, 8, 5) if product == "head" else _chunks(4, 1024, 4, 7)
+        if k <= 6144:
+            return _walk(1, k, 4, 396, n, num_sms) if k <= 4096 else _walk(1, k, 8, 264, n, num_sms)
+        return None
+    if product == "head":
+        return _chunks(4, 2048, 8, 5) if k <= 2048 else None
+    if k <= 2048:
+        return _chunks(4, 1024, 4, 7)
+    return _walk(2, k, 4, 396, n, num_sms) if k <= 4096 else _norm_by_walk(n, k, num_sms)
 
 
-def _for_two_rows(product: Product, n: int, k: int) -> Plan:
-    if k < 1024 or k > (8192 if product == "residual" else 4096):
-        return _chunks(2 if product == "gate_up" else 4, min(1024, _power(k)), 4)
-    if k > 2048:
-        return _walk(1 if product == "gate_up" or k > 4096 else 2, k, 8, 264, n)
-    block_n, programs = {"norm": (2, 384), "residual": (4, n), "gate_up": (1, 528), "head": (2, 528)}[product]
-    return _walk(block_n, k, 4, programs, n)
+def _for_two_rows(product: Product, n: int, k: int, num_sms: int) -> Plan | None:
+    """None: as for a few."""
+    if product == "head":
+        return None
+    if k <= 1024:
+        return _chunks(4, _power(k), 4)
+    if product == "gate_up":
+        return _walk(1, k, 4, 528, n, num_sms) if k <= 2048 else None
+    if product == "residual":
+        if k <= 4096:
+            return _walk(2, k, 4, 396 if k <= 2048 else 264, n, num_sms)
+        return _walk(1, k, 8, 264, n, num_sms) if k <= 8192 and n < 4096 else None
+    return _walk(2, k, 4, 384, n, num_sms) if k <= 2048 else _norm_by_walk(n, k, num_sms)
 
 
-def _for_few_rows(product: Product, num_rows: int, n: int, k: int, can_split: bool) -> Plan:
-    if product == "gate_up" or product == "head":
-        return Plan("tiles", 64, 128, num_stages=4) if num_rows <= 32 else Plan("tiles", 64, 64, num_stages=8)
-    if not can_split or (product == "norm" and num_rows > 32):
-        return CUBLAS
-    block_k = 256 if product == "residual" and num_rows <= 32 else 128
-    split = 1
-    while 2 * split * triton.cdiv(n, 64) <= MAX_SPLIT_PROGRAMS and 2 * split * block_k <= k:
-        split *= 2
-    return Plan("tiles", 64, block_k, split=split, num_stages=3 if block_k == 256 else 4)
+def _norm_by_walk(n: int, k: int, num_sms: int) -> Plan | None:
+    """More outputs at a time would not fit into registers."""
+    return _walk(2 if k <= 6144 else 1, k, 8, 264, n, num_sms) if k <= 8192 else None
+
+
+def _for_few_rows(product: Product, num_rows: int, n: int, k: int, can_split: bool, num_sms: int) -> Plan:
+    num_blocks = triton.cdiv(n, 64)
+    if product == "head":
+        return Plan("tiles", 64, 128, num_stages=4 if num_rows <= 32 else 3)
+    if product == "gate_up":
+        if num_rows > 32:
+            return Plan("tiles", 64, 64, num_stages=8)
+        # an SM has room for one program: where the last round is of a few, more loads in flight make up for it
+        is_lonely = num_blocks > num_sms and 0 < num_blocks % num_sms <= num_sms // 8
+        return Plan("tiles", 64, 128, num_stages=5 if is_lonely else 4)
+    if product == "norm":
+        if num_rows > 32:
+            return CUBLAS
+        few, more = (8, 3) if num_rows <= 16 else (5, 4)
+        return Plan("tiles", 64, 128, num_stages=few if num_blocks <= num_sms else more)
+    return _residual_tiles(num_rows, num_blocks, k, num_sms) if can_split else CUBLAS
+
+
+def _residual_tiles(num_rows: int, num_blocks: int, k: int, num_sms: int) -> Plan:
+    """A program for nearly every SM, or nearly two: with one for some and two for others, those wait for these."""
+    block_k, num_stages = (256, 3) if num_rows <= 32 else (128, 4)
+    split = num_sms // num_blocks
+    if split * num_blocks < 0.7 * num_sms:
+        block_k, num_stages = 128, 4 if num_rows <= 32 else 3
+        split = 2 * num_sms // num_blocks
+    elif split * block_k >= k:  # two loads, not one, hide behind one another
+        block_k, num_stages = 128, 4
+    return Plan("tiles", 64, block_k, split=max(1, min(split, k // block_k)), num_stages=num_stages)
 
 
 def _chunks(block_n: int, block_k: int, num_warps: int, per_sm: int = 0) -> Plan:
@@ -160,9 +185,11 @@ def _chunks(block_n: int, block_k: int, num_warps: int, per_sm: int = 0) -> Plan
 
 
 def _walk(block_n: int, k: int, num_warps: int, programs: int, n: int, num_sms: int = NUM_SMS) -> Plan:
-    """Programs that take several steps must all run at once."""
-    num_blocks = triton.cdiv(n, block_n)
-    per_sm = triton.cdiv(programs, num_sms) if programs < num_blocks else 0
+    """As many programs an SM as `programs` are on the whole device. Those that take several steps must run at once."""
+    num_blocks, per_sm = triton.cdiv(n, block_n), 0
+    if programs < num_blocks:
+        programs = max(1, programs * num_sms // NUM_SMS)
+        per_sm = triton.cdiv(programs, num_sms)
     return Plan("walk", block_n, _power(k), num_warps, min(programs, num_blocks), per_sm)
 
 
@@ -318,6 +345,14 @@ def _compute_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+@lru_cache(maxsize=16)
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory of a program: less on smaller GPUs than plans were made for, and they load less ahead."""
+    if device.type != "cuda":
+        return H200_SHARED_BYTES
+    return int(driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
+
+
 def _launch_rows(
     plan: Plan,
     x: Tensor,
@@ -369,11 +404,14 @@ def _launch_tiles(
     assert num_rows <= TILE_ROWS
     assert plan.split == 1 or (workspace is not None and num_blocks * plan.split <= MAX_SPLIT_PROGRAMS and not gated)
     partials, counters = (x, x) if workspace is None else (workspace.partials, workspace.counters)
+    block_m = max(16, triton.next_power_of_2(num_rows))
+    stage_bytes = (block_m + (1 + gated) * plan.block_n) * plan.block_k * weight.element_size()
     _tiles_kernel[(num_blocks, plan.split)](
         x, weight, x if bias is None else bias, x if residual is None else residual, out, partials, counters, num_rows,
         N=n, K=k, GATED=gated, BIASED=bias is not None, ADDS=residual is not None,
-        BLOCK_M=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
-        SPLIT=plan.split, STAGES=plan.num_stages, num_warps=plan.num_warps, **_dependent_launch(x),
+        BLOCK_M=block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, SPLIT=plan.split,
+        STAGES=min(plan.num_stages, max(1, _shared_bytes(x.device) // stage_bytes)),
+        num_warps=plan.num_warps, **_dependent_launch(x),
     )  # fmt: skip
 
 

@@ -326,7 +326,8 @@ def test_what_a_few_requests_replay_was_captured_ahead_whichever_way_they_overla
     assert serve(engine, requests).tokens == reference(target, requests).tokens
     assert engine.stats.hits > 0
     assert is_right == (engine.stats.adopted == 0)
-    assert [set(model._graphs) for model in (executor._target, executor._draft)] == before
+    late = [set(model._graphs) - had for model, had in zip((executor._target, executor._draft), before, strict=True)]
+    assert late == [set(), set()]
 
 
 @pytest.mark.gpu

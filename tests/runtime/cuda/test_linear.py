@@ -1,5 +1,6 @@
 """The products at few rows against plain torch in float32: every kernel, ragged shapes, padding rows, graphs."""
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -10,7 +11,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton: pip ins
 from faser.errors import ConfigError
 from faser.models import layers
 from faser.runtime.cuda import linear
-from faser.runtime.cuda.linear import CUBLAS, MAX_SPLIT_PROGRAMS, TILE_ROWS, Plan, Workspace, choose
+from faser.runtime.cuda.linear import CUBLAS, MAX_SPLIT_PROGRAMS, NUM_SMS, TILE_ROWS, Plan, Workspace, choose
 
 EPS = 1e-5
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of the norm of the result
@@ -122,6 +123,9 @@ def test_the_plans_chosen_for_a_small_model_are_right(num_rows, place):
         ((2048, 8192), torch.float16),
         ((4096, 14336), torch.bfloat16),
         ((5120, 5120), torch.bfloat16),
+        ((5120, 25600), torch.bfloat16),
+        ((8512, 8192), torch.bfloat16),
+        ((1024, 3072), torch.bfloat16),
         ((3072, 2048), torch.float32),
     ],
 )
@@ -182,14 +186,28 @@ def test_norms_and_activation_around_cublas(place):
 @pytest.mark.parametrize("k", [576, 896, 1024, 2048, 4096, 5120, 8192, 14336, 25600])
 def test_every_chosen_plan_fits_its_buffers(k, dtype):
     for product in ("norm", "gate_up", "residual", "head"):
-        for n in (192, 1536, 2048, 3072, 6144, 10240, 128256):
-            for num_rows in (*range(1, 70), 256):
-                plan = choose(product, num_rows, n, k, dtype)
-                assert plan.split == 1 or -(-n // plan.block_n) * plan.split <= MAX_SPLIT_PROGRAMS
-                assert plan.split == 1 or product in ("norm", "residual")
-                assert plan.kernel != "tiles" or num_rows <= TILE_ROWS
-                assert plan.kernel != "walk" or plan.block_k >= k
-                assert choose(product, num_rows, n, k, dtype, can_split=False).split == 1
+        for n, num_rows, num_sms in itertools.product(
+            (192, 1536, 2048, 3072, 5120, 10240, 25600, 128256), (*range(1, 70), 256), (0, 32, 100)
+        ):
+            plan = choose(product, num_rows, n, k, dtype, num_sms=num_sms)
+            most = 2 * (num_sms or NUM_SMS)
+            assert plan.split == 1 or -(-n // plan.block_n) * plan.split <= most <= MAX_SPLIT_PROGRAMS
+            assert plan.split == 1 or (product == "residual" and plan.split * plan.block_k <= k)
+            assert plan.kernel != "tiles" or num_rows <= TILE_ROWS
+            assert plan.kernel != "walk" or plan.block_k >= k
+            assert plan.kernel != "walk" or plan.programs * plan.block_n >= n or plan.programs <= 4 * most // 2
+            assert choose(product, num_rows, n, k, dtype, can_split=False, num_sms=num_sms).split == 1
+
+
+def test_a_gpu_with_less_shared_memory_loads_less_ahead(monkeypatch):
+    """Triton refuses what needs more than there is."""
+    launched = []
+    monkeypatch.setattr(linear, "_shared_bytes", lambda device: 48 * 1024)
+    monkeypatch.setattr(linear, "_tiles_kernel", {(2, 1): lambda *args, **options: launched.append(options["STAGES"])})
+    layer = Layer.random(5, 75, 200, ("cpu", torch.bfloat16))
+    for plan in Plan("tiles", 64, 64, num_stages=8), Plan("tiles", 64, 512, num_stages=3):
+        linear.norm_head(layer.x, layer.norm, EPS, layer.weight, layer.residual, layer.x, plan)
+    assert launched == [4, 1]  # of 10 KB each, and of 80
 
 
 def test_strided_rows_are_refused(place):
