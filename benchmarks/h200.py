@@ -78,6 +78,7 @@ from benchmarks.h200_common import (
     Job,
     Journal,
     VllmEngine,
+    inflated_pair,
     python_path,
     read_json,
     refuse_missing,
@@ -324,19 +325,9 @@ def ensure_models(args: argparse.Namespace) -> None:
 
 def make_models(args: argparse.Namespace) -> tuple[Any, Any, Prompts]:
     """SmolLM2 and its draft inside the two shapes, in bfloat16, rounded once."""
-    import torch
+    from tools.distill import SYSTEM, read_jsonl
 
-    from faser.models.draft import apply_patch, read_patch
-    from faser.models.source import default_target
-    from tools.distill import SYSTEM, load_target, read_jsonl
-    from tools.inflate import SHAPES, inflate
-
-    small, tokenizer = load_target(str(args.target or default_target()), torch.float32, args.device)
-    small_draft = apply_patch(small, read_patch(args.draft, small.config))
-    target, draft = (
-        inflate(model, SHAPES[shape], dtype=torch.bfloat16, device=args.device)
-        for model, shape in ((small, "llama-8b"), (small_draft, "llama-1b"))
-    )
+    (target, draft), tokenizer = inflated_pair(args.target, args.draft, ("llama-8b", "llama-1b"), args.device)
     rows: list[Any] = read_jsonl(str(args.prompts))
     questions = [str(row["turns"][0]) for row in rows]
     random.Random(0).shuffle(questions)  # they lie by category

@@ -1,8 +1,8 @@
-"""What the commands on an H200 share: processes one after the other, the journal they write, and vLLM's engine.
+"""What the commands on an H200 share: processes one after the other, the journal they write, models, vLLM's engine.
 
-Knows how a process is started, watched and ended in time, and how the peer's script makes an engine. Knows nothing of
-what is measured. Imports the standard library alone: it is also loaded inside vLLM's process, where nothing of FASER
-may be.
+Knows how a process is started, watched and ended in time, how a small pair is put inside large shapes, and how the
+peer's script makes an engine. Knows nothing of what is measured. At the top it imports the standard library alone: it
+is also loaded inside vLLM's process, where nothing of FASER may be.
 """
 
 from __future__ import annotations
@@ -23,14 +23,38 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.h200_report import Figures, describe, read_journal, rounded
+
+if TYPE_CHECKING:
+    from faser.models.transformer import Transformer
+    from faser.text import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAFT = ROOT / "faser" / "drafts" / "smollm2-135m-16.gguf"
 GRACE_SECONDS = 8.0  # for a process to notice that its time is over
 VLLM_GPU_MEMORY = 0.85
+
+
+def inflated_pair(
+    target: Path | None, draft: Path, shapes: tuple[str, str], device: str
+) -> tuple[tuple[Transformer, Transformer], Tokenizer]:
+    """A small target (None: the default model) and its draft inside two shapes, in bfloat16, rounded once."""
+    import torch
+
+    from faser.models.draft import apply_patch, read_patch
+    from faser.models.source import default_target
+    from tools.distill import load_target
+    from tools.inflate import SHAPES, inflate
+
+    small, tokenizer = load_target(str(target or default_target()), torch.float32, device)
+    both = small, apply_patch(small, read_patch(draft, small.config))
+    first, second = (
+        inflate(model, SHAPES[shape], dtype=torch.bfloat16, device=device)
+        for model, shape in zip(both, shapes, strict=True)
+    )
+    return (first, second), tokenizer
 
 
 def read_json(path: Path) -> Any:

@@ -1,21 +1,22 @@
 """Does it pay to draft on while the drafts before are verified?
 
 A closed batch decodes with random weights of real shapes, which cost what trained ones do, and drafts are accepted with
-given chances whatever they say (on a CPU as they are); or with the models of benchmarks/h200_trace.py and Spec-Bench
-prompts, accepted as they are. For every batch and chance: the best fixed length without overlap; the best with it,
-where a request that missed rides (`ride`), where it drafts anew first (`lead`), and where branches are drafted for
-other outcomes, too (`branch`, with --guesses for every token that may be the last, one of which is right with the
-chance --adoption); on the split of the device that the profile finds best for the batch; and `faser` without and with
-`auto`. Milliseconds per token, how often there was a next frontier, and what overlapping saved of a step that drafts as
-much; in the document also the milliseconds per token that the profile predicted.
+given chances whatever they say (on a CPU as they are); or, with --natural, the default model and its draft inside these
+shapes (tools/inflate.py) answer Spec-Bench prompts, and drafts are accepted as they are. For every batch and chance:
+the best fixed length without overlap; the best with it, where a request that missed rides (`ride`), where it drafts
+anew first (`lead`), and where branches are drafted for other outcomes, too (`branch`, with --guesses for every token
+that may be the last, one of which is right with the chance --adoption); on the split of the device that the profile
+finds best for the batch, or on --split; and `faser` without and with `auto`, --repeats times by turns: the median of
+each, and each pair. Milliseconds per token, how often there was a next frontier, and what overlapping saved of a step
+that drafts as much; in the document also the milliseconds per token that the profile predicted.
 
 Before them what the profile says of both at a time, by split and requests: seconds of each alone on its part of the
 device, of both together, and the share of the shorter by which that is more than the longer.
 
     python3 -m benchmarks.overlap [--target llama-8b] [--draft llama-1b] [--batches 1,4,16,64]
         [--acceptance 0.6,0.75,0.9,0.95] [--lengths 1,3,5,7] [--guesses 2] [--adoption 0.5] [--output 128]
-        [--repeats 3] [--budget-seconds 500]
-    python3 -m benchmarks.overlap --folder DIR --tokenizer TARGET.gguf [--batches …]
+        [--repeats 3] [--split SMS] [--budget-seconds 500]
+    python3 -m benchmarks.overlap --natural SMALL.gguf [--target …] [--draft …] [--batches …]
     python3 -m benchmarks.overlap --tiny --device cpu      # tiny models: does it all run?
 
 The last line is one JSON document, with the profile; it is also $OUT/overlap-TARGET-DRAFT.json (else there is none).
@@ -37,7 +38,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cuda_steps import make_model, run_batch
-from faser.bench.systems import load_engine, load_vocabulary
+from benchmarks.h200_common import DRAFT, inflated_pair
+from faser.bench.systems import load_vocabulary
 from faser.bench.workload import Load, WorkloadOptions, make_workload
 from faser.config import EngineOptions
 from faser.engine import Engine
@@ -95,7 +97,7 @@ def measure(
     cost = fresh_cost(engine)  # as at start: nothing is learned from the lines before
     if cost is not None:
         engine.cost = engine.scheduler.cost = cost
-    split = best_split(cost, batch)
+    split = best_split(cost, batch) if args.split is None else args.split
     worth = worthwhile(cost) if cost is not None else set()
     how = {
         "auto": lambda: Watched("auto", splits=worth) if worth else None,  # as an engine does at start
@@ -238,10 +240,10 @@ def build(args: argparse.Namespace) -> Engine:
         overlap="on",  # and not by itself, so that all ways can be tried
     )
     device = make_device(args.device)
-    if args.folder is not None:
-        options = replace(options, device=args.device, max_model_len=4096)
-        return load_engine(str(args.folder / "target"), str(args.folder / "draft"), options, chat=False).engine
-    if args.tiny:
+    if args.natural is not None:
+        options = replace(options, max_model_len=4096)
+        (target, draft), _ = inflated_pair(args.natural, DRAFT, (args.target, args.draft), args.device)
+    elif args.tiny:
         target, draft = (Transformer.random(TINY, seed, std=0.3) for seed in (0, 0))
     else:
         target, draft = (make_model(name, seed, 4096) for seed, name in enumerate((args.target, args.draft)))
@@ -249,7 +251,7 @@ def build(args: argparse.Namespace) -> Engine:
 
 
 def natural_prompts(args: argparse.Namespace) -> list[tuple[int, ...]]:
-    vocabulary = load_vocabulary(str(args.tokenizer), 4096, chat=True)
+    vocabulary = load_vocabulary(str(args.natural), 4096, chat=True)
     traffic = WorkloadOptions(
         requests=max(args.batches), prompt_len=(PROMPT, PROMPT), output_len=(args.output, args.output),
         prompts="specbench",
@@ -279,25 +281,23 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--budget-seconds", type=float, default=500.0)
-    parser.add_argument("--folder", type=Path, help="models of benchmarks/h200_trace.py, in place of random weights")
-    parser.add_argument("--tokenizer", type=Path, help="of these models")
+    parser.add_argument(
+        "--natural", type=Path, metavar="SMALL.gguf", help="the default model, to be put inside the shapes"
+    )
+    parser.add_argument("--split", type=int, help="SMs of the drafting; 0: all are shared")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args(given)
-    if args.folder is not None:
-        if args.tokenizer is None:
-            parser.error("--folder: give --tokenizer, too")
-        args.target, args.draft = "natural-8b", "natural-1b"
     args.until = time.time() + args.budget_seconds
-    is_given = args.device == "cuda" and args.folder is None
+    is_given = args.device == "cuda" and args.natural is None
     args.acceptance = [float(each) for each in args.acceptance.split(",")] if is_given else [None]
     if args.tiny:
         args.batches, args.lengths, args.output = [1, 2], [1, 3], 32
-    args.prompts = natural_prompts(args) if args.folder is not None else None
+    args.prompts = natural_prompts(args) if args.natural is not None else None
     engine = build(args)
     profile = engine.cost.profile if isinstance(engine.cost, ProfiledCost) else None
     if isinstance(engine.cost, ProfiledCost) and hasattr(engine.executor, "prepare_overlap"):
-        used = {best_split(engine.cost, batch) for batch in args.batches}
+        used = {best_split(engine.cost, batch) for batch in args.batches} if args.split is None else {args.split}
         engine.executor.prepare_overlap(used | worthwhile(engine.cost))
     for beside in profile.besides if profile is not None else ():
         print(f"drafting on {beside.draft_sms or 'all'} SMs: " + ", ".join(told(beside)), flush=True)
@@ -314,6 +314,7 @@ def main(given: Sequence[str] | None = None) -> None:
         {
             "target": args.target,
             "draft": args.draft,
+            "natural": args.natural is not None,
             "profile": profile.to_dict() if profile is not None else None,
             "lines": list(map(asdict, lines)),
         }
