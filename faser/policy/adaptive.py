@@ -21,7 +21,7 @@ from faser.types import FloatArray, IntArray
 DEPTH = MOST_LENGTH
 MOST_SLOTS = 512  # in one step; where so many rows are verified, every row costs its full share
 TYPICAL_REST = 128  # tokens a request goes on for, as far as anybody knows, and as many again as it has put out
-LOOK_GAIN = 0.1  # of the step of a single request, by replay (docs/lab.md); of several as much for all of them
+LOOK_GAIN = 0.15  # of what a token takes to draft, by replay (docs/lab.md): of one request, or of two together
 MOST_LOOKED_AT = 2  # requests: drafts that are looked at end together, and of more there is mostly one that looks good
 SPAN = 0.5  # seconds of steps that traffic is counted over
 LASTING = 0.75  # of that traffic, that is expected to go on
@@ -112,7 +112,7 @@ class Adaptive:
         chosen = steps.most_valuable(price)
         if chosen is None:
             return none
-        if view.cost.stop_seconds is None or not _worth_a_look(view.cost.stop_seconds, fastest):
+        if view.cost.stop_seconds is None or not _worth_a_look(view, view.cost, view.cost.stop_seconds):
             return chosen.lengths
         self._stopping = self._rule(view, view.cost, view.cost.stop_seconds, price)
         return np.where(chosen.lengths > 0, np.minimum(view.limit, DEPTH), 0)
@@ -312,7 +312,7 @@ def _added_up(levels: Numbers) -> Numbers:
     return levels
 
 
-def _worth_a_look(stop_seconds: float, fastest: _Choice) -> bool:
+def _worth_a_look(view: BatchView, cost: Cost, stop_seconds: float) -> bool:
     """Whether to look at drafts while they are made; what that gains is shared by all whose drafts end together."""
-    size = fastest.lengths.size
-    return size <= MOST_LOOKED_AT and LOOK_GAIN / size * fastest.seconds > stop_seconds * int(fastest.lengths.max())
+    size = view.num_requests
+    return size <= MOST_LOOKED_AT and LOOK_GAIN / size * float(cost.next_draft(size, 0.0)) > stop_seconds

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from faser.policy.adaptive import DEPTH, MOST_LOOKED_AT, Adaptive
+from faser.policy.adaptive import DEPTH, LOOK_GAIN, MOST_LOOKED_AT, Adaptive
 from faser.policy.base import BatchView
 from faser.profile import ProfiledCost
 from tests.policy.profiles import H200, SMOOTH, make_outcome, make_view
@@ -126,6 +126,16 @@ def test_few_drafts_are_looked_at_while_they_are_made():
     assert watch.goes_on([0.99])
     assert watch.goes_on([0.99])
     assert not watch.goes_on([0.01])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_look_may_take_a_share_of_what_it_can_save(size):
+    """Which is drafting, however long a verification takes: a 32B must not make looks at a 0.6B seem worthwhile."""
+    most = LOOK_GAIN / size * float(ProfiledCost(H200).next_draft(size, 0.0))
+    for stop_seconds, looks in ((0.99 * most, True), (1.01 * most, False)):
+        view, policy = looked_at(size, stop_seconds, **GOOD)
+        policy.lengths(view)
+        assert (policy.stopping() is not None) == looks
 
 
 @pytest.mark.parametrize(
