@@ -317,7 +317,7 @@ def _measure(made: _Made, budget: float | None = None) -> tuple[Profile, float]:
         how=made.device.profiling,
         exit_layer=made.target.num_layers // 2,
         exit_candidates=candidates_of(made.target.config.vocab_size),
-        splits=() if made.device.name == "cpu" else made.device.splits,  # there lanes run one after the other
+        splits=made.device.splits if made.device.profiling.has_lanes else (),
     )
     started = perf_counter()
     with progress_bar("profiling") as update:

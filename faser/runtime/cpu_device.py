@@ -24,7 +24,7 @@ class CpuDevice:
     # Cores are slow and beyond some dozen rows linear: little is measured, and what lies beyond follows from it.
     exit_depths = DEPTHS
     splits = (0,)
-    profiling = Profiling(6.0, (), (), most_rows=64, most_context=4096, most_prompt_rows=128)
+    profiling = Profiling(6.0, (), (), most_rows=64, most_context=4096, most_prompt_rows=128, has_lanes=False)
 
     def default_kv_memory(self) -> int:
         """A quarter of the machine, at most 4 GiB; only pages that are used take memory."""

@@ -55,6 +55,7 @@ class Profiling:
     most_rows: int  # of a measured step that only decodes
     most_context: int  # of all its requests together
     most_prompt_rows: int  # of a measured step with prompts, and of a draft that catches up
+    has_lanes: bool = True  # drafting beside a verification takes other than the sum of both
 
 
 class Device(Protocol):
