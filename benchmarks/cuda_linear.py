@@ -195,8 +195,13 @@ def measure(name: str, rows: list[int], vocabulary: int) -> list[dict[str, Any]]
 
 def candidates(product: str, num_rows: int, n: int, k: int) -> Iterator[Plan]:
     """Plans to be tried; n is the number of outputs, of the MLP's gate alone. Not every one can be launched."""
-    num_blocks = -(-n // 64)
+    if num_rows > linear.TILE_ROWS:
+        yield CUBLAS
+        return
+    num_blocks, padded_rows = -(-n // 64), max(16, 1 << (num_rows - 1).bit_length())
     for block_k, stages in ((64, 4), (64, 8), (128, 3), (128, 4), (128, 5), (128, 8), (256, 3)):
+        if stages * 2 * block_k * (64 * (1 + (product == "gate_up")) + padded_rows) > linear.H200_SHARED_BYTES:
+            continue
         yield Plan("tiles", 64, block_k, num_stages=stages)
         for split in (2, 3, 4, 5, 6, 8, 10, 12, 16) if product in ("qkv", "out", "down") and stages < 5 else ():
             if 100 <= split * num_blocks <= MOST_SPLIT and split * block_k <= k:
@@ -225,9 +230,9 @@ def try_plans(name: str, rows: list[int], vocabulary: int, products: list[str], 
         with patch.object(linear, "MAX_SPLIT_PROGRAMS", MOST_SPLIT):
             stack.workspace = Workspace.allocate(stack.norm.device)
             compile_all(partial(stack.run_product, product, 0, plan) for plan in plans)
-            for plan in plans:
-                # too many registers or too much shared memory: no plan
-                with contextlib.suppress(OutOfResources):
+            found.append((round(measure_product(stack, product, chosen), 1), chosen))
+            for plan in plans[1:]:
+                with contextlib.suppress(OutOfResources):  # too many registers: no plan
                     found.append((round(measure_product(stack, product, plan), 1), plan))
         floor = stack.num_bytes(product) / len(stack.weights[product]) / BYTES_PER_SECOND * 1e6
         print(f"{name} {num_rows} rows, {product}: chosen {found[0][0]} us, floor {floor:.1f}", flush=True)

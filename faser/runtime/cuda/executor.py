@@ -171,10 +171,9 @@ class CudaExecutor:
                 shapes += [(draft, _on_part(next_draft(size), split, finds)) for size in (branched if finds else few)]
             part = self._lanes.num_sms - split if split else 0
             rows = [size for size in ROW_BUCKETS if 1 < size <= FEW_REQUESTS * max(depths)]
-            sizes = [(size, 1) for size in few] + [
-                (size, depth) for depth in depths for size in rows
-            ]  # all ride, or not
-            shapes += [(self._target, _on_part(verification(*each), part)) for each in sizes]
+            all_ride = [(size, 1) for size in few]
+            sizes = all_ride + [(size, depth) for depth in depths for size in rows]
+            shapes += [(self._target, _on_part(verification(*size), part)) for size in sizes]
         found = dict.fromkeys(shapes)
         wanted = [(model, shape) for model, shape in found if shape is not None and model.has_graph_of(shape)]
         one = Branches.one(self._history.shape[0])

@@ -8,7 +8,7 @@ Three kernels and cuBLAS share the work:
 
   chunks   1 or 2 rows. A program takes a few outputs and walks along K.
   walk     1 to 4 rows. The rows stay in registers, normalised once, and a fixed number of programs walks along N.
-  tiles    1 to 64 rows, tensor cores. Where N gives too few programs, several split K and the last one adds up.
+  tiles    1 to 64 rows, tensor cores. Programs of a residual product may split K, and the last one adds up.
   cublas   the rest, behind small kernels for norm and activation.
 
 Every kernel is launched with programmatic dependent launch: it starts while the one before it still runs, loads its
@@ -183,7 +183,8 @@ def _residual_tiles(num_rows: int, num_blocks: int, k: int, num_sms: int) -> Pla
         split = 2 * num_sms // num_blocks
     elif split * block_k >= k:  # two loads, not one, hide behind one another
         block_k, num_stages = 128, 4
-    return Plan("tiles", 64, block_k, split=max(1, min(split, k // block_k)), num_stages=num_stages)
+    split = max(1, min(split, k // block_k, MAX_SPLIT_PROGRAMS // num_blocks))
+    return Plan("tiles", 64, block_k, split=split, num_stages=num_stages)
 
 
 def _chunks(block_n: int, block_k: int, num_warps: int, per_sm: int = 0) -> Plan:
@@ -219,7 +220,7 @@ def norm_linear(
     num_sms: int = 0,
 ) -> None:
     """out = rms_norm(x) @ weight^T + bias. x [R, K], weight [N, K], out [R, N]; normed [R, K] is scratch."""
-    plan = plan or choose("norm", *_shape(x, weight), weight.dtype, workspace is not None, num_sms)
+    plan = plan or choose("norm", *_shape(x, weight), weight.dtype, num_sms=num_sms)
     if plan.kernel in ("chunks", "walk"):
         _launch_rows(plan, x, weight, out, norm=norm_weight, eps=eps, bias=bias)
         return

@@ -330,6 +330,19 @@ def test_what_a_few_requests_replay_was_captured_ahead_whichever_way_they_overla
     assert late == [set(), set()]
 
 
+def test_a_verification_of_nothing_but_rides_is_captured_for_each_part(device, monkeypatch):
+    from faser.runtime.cuda.model import verification
+
+    target = Transformer.random(CONFIGS["llama3"], 0, std=0.3)
+    executor = make_engine(device, target, target, Fixed(3), ahead=True, overlap="on").executor
+    captured = []
+    monkeypatch.setattr(executor._lanes, "num_sms", 132)
+    monkeypatch.setattr(type(executor._target), "capture", lambda model, shape: captured.append((model, shape)))
+    executor.prepare_overlap({32})
+    for size in (1, 2, 4):
+        assert (executor._target, replace(verification(size, 1), num_sms=100)) in captured
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(8))
 def test_lanes_wait_for_one_another_however_long_each_takes(seed):
