@@ -89,10 +89,7 @@ def chosen(target: Transformer, device: str) -> list[Request]:
 
 
 # Of the tests below that take an interpreter half a minute each, the ones it runs.
-INTERPRETED = {
-    ("some, twice", True), ("by place, before the first layer", False), ("by confidence alone", True),
-    ("against a shortlist", False), ("chunks of 3", False), ("any length", True),
-}  # fmt: skip
+INTERPRETED = {("some, twice", True), ("by confidence alone", True), ("chunks of 3", False), ("any length", True)}
 
 
 def leave_most_to_the_gpu(device: str, runs: bool) -> None:

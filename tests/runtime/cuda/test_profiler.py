@@ -33,7 +33,7 @@ def profiling(device, tmp_path, monkeypatch):
     monkeypatch.setenv("FASER_CACHE", str(tmp_path))
     how = replace(CudaDevice.profiling, seconds=2.0)
     if device == "cpu":
-        how = replace(how, seconds=0.0, most_context=24, most_prompt_rows=12)
+        how = replace(how, seconds=0.0, most_context=24, most_prompt_rows=12, has_lanes=False)
     monkeypatch.setattr(CudaDevice, "profiling", how)
     return how
 
