@@ -89,7 +89,7 @@ def chosen(target: Transformer, device: str) -> list[Request]:
 
 
 # Of the tests below that take an interpreter half a minute each, the ones it runs.
-INTERPRETED = {("some, twice", True), ("by confidence alone", True), ("chunks of 3", False), ("any length", True)}
+INTERPRETED = {("some, twice", True), ("any length", True), ("right", False), ("in turns", True)}
 
 
 def leave_most_to_the_gpu(device: str, runs: bool) -> None:
@@ -149,6 +149,7 @@ def test_a_budget_between_two_buckets_has_room_for_the_larger(target, device):
 )
 def test_planning_ahead_of_results_gets_the_same_tokens(target, device, policy, filtered):
     """Also where requests come and go in between, and where steps with filtered drafts are waited for."""
+    leave_most_to_the_gpu(device, policy != "always" and (policy, filtered) != ("stops", False))
     draft = make_draft(target) if policy != "off" else None
     lengths = {
         "off": None, "sometimes": Sometimes(seed=2), "always": Fixed(3), "random": RandomLengths(3),
@@ -253,6 +254,7 @@ def test_drafting_while_drafts_are_verified_changes_no_token(device, policy, ahe
 @pytest.mark.parametrize("kind", ["right", "in turns"])
 def test_frontiers_are_settled_on_the_device(device, kind, ahead):
     """Plain requests, so that steps are planned ahead; a draft that is the target, in some steps only."""
+    leave_most_to_the_gpu(device, (kind, ahead) in INTERPRETED)
     target = Transformer.random(replace(CONFIGS["llama3"], head_dim=16, num_layers=2), 0, std=0.3)
     plain = [r for r in chosen(target, device) if r.id in ("greedy", "sampled", "greedy with end token ignored")]
     requests = [replace(r, params=replace(r.params, max_tokens=8), stop_ids=frozenset()) for r in plain]
@@ -304,17 +306,15 @@ class AnyWay(Overlap):
         return None if way is None else way.chunks(lengths.size)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("is_right", [True, False])
-def test_what_a_few_requests_replay_was_captured_ahead_whichever_way_they_overlap(device, is_right):
+def test_what_a_few_requests_replay_was_captured_ahead_whichever_way_they_overlap(is_right):
     """A graph of a large model takes a tenth of a second."""
-    leave_most_to_the_gpu(device, is_right)
     target = Transformer.random(replace(CONFIGS["llama3"], head_dim=16, num_layers=1), 0, std=0.3)
-    names = ("greedy", "hot") if device == "cuda" else ("greedy",)
-    plain = [r for r in make_requests(target.config) if r.id in names]
-    most = 48 if device == "cuda" else 22
-    requests = [replace(r, params=replace(r.params, max_tokens=most), stop_ids=frozenset()) for r in plain]
+    plain = [r for r in make_requests(target.config) if r.id in ("greedy", "hot")]
+    requests = [replace(r, params=replace(r.params, max_tokens=48), stop_ids=frozenset()) for r in plain]
     draft = target if is_right else make_draft(target, noise=0.05)
-    engine = make_engine(device, target, draft, Fixed(3), ahead=True, overlap="on")
+    engine = make_engine("cuda", target, draft, Fixed(3), ahead=True, overlap="on")
     executor = engine.executor
     splits = (0, *executor._lanes.splits)
     executor.prepare_overlap(set(splits))
@@ -416,6 +416,7 @@ def test_drafts_that_leave_early_change_no_token(device, exits, ahead):
 @pytest.mark.parametrize("candidates", [0, 24])
 def test_middle_layers_say_of_drafts_what_the_cpu_s_do(device, candidates):
     """Rank, margin, confidence and place of every draft of a step, on both sides; before the first layer, too."""
+    leave_most_to_the_gpu(device, candidates > 0)
     target = Transformer.random(replace(CONFIGS["llama3"], head_dim=16, num_layers=2), 0, std=0.3)
     draft = make_draft(target)
     plain = [r for r in chosen(target, device) if r.id in ("greedy", "sampled")]
