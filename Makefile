@@ -32,8 +32,9 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# In the order of the files: the longest, tests/runtime/cuda/test_executor.py, is then not the last to begin.
 test: setup
-	$(BIN)/pytest -n auto --dist loadfile
+	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
 
 test-gpu: setup
 	$(BIN)/pytest -m gpu
