@@ -26,7 +26,7 @@ import itertools
 import json
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -39,46 +39,51 @@ from triton.runtime.errors import OutOfResources
 from faser.runtime.cuda import linear
 from faser.runtime.cuda.compile import compile_all
 from faser.runtime.cuda.linear import CUBLAS, Plan, Workspace
+from tools import inflate
+from tools.inflate import Shape
 
 BYTES_PER_SECOND = 4.3e12
 EPS = 1e-5
 PRODUCTS = ("qkv", "out", "gate_up", "down", "head")
 
 
-@dataclass(frozen=True)
-class Shape:
-    hidden: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate: int
-
-    def weight(self, product: str, vocabulary: int) -> tuple[int, int]:
-        """N, K."""
-        return {
-            "qkv": ((self.num_heads + 2 * self.num_kv_heads) * self.head_dim, self.hidden),
-            "out": (self.hidden, self.num_heads * self.head_dim),
-            "gate_up": (2 * self.intermediate, self.hidden),
-            "down": (self.hidden, self.intermediate),
-            "head": (vocabulary, self.hidden),
-        }[product]
-
-
 SHAPES = {
-    "0.6B": Shape(1024, 28, 16, 8, 128, 3072),
-    "1B": Shape(2048, 16, 32, 8, 64, 8192),
-    "3B": Shape(3072, 28, 24, 8, 128, 8192),
-    "7B": Shape(3584, 28, 28, 4, 128, 18944),
-    "8B": Shape(4096, 32, 32, 8, 128, 14336),
-    "14B": Shape(5120, 40, 40, 8, 128, 17408),
-    "32B": Shape(5120, 64, 64, 8, 128, 25600),
-    "70B": Shape(8192, 80, 64, 8, 128, 28672),
+    "0.6B": inflate.SHAPES["qwen-0.6b"],
+    "1B": inflate.SHAPES["llama-1b"],
+    "7B": Shape(
+        hidden_size=3584,
+        num_layers=28,
+        num_heads=28,
+        num_kv_heads=4,
+        head_dim=128,
+        intermediate_size=18944,
+    ),
+    "8B": inflate.SHAPES["llama-8b"],
+    "32B": inflate.SHAPES["qwen-32b"],
+    "70B": Shape(
+        hidden_size=8192,
+        num_layers=80,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=28672,
+    ),
 }
 KINDS: dict[str, linear.Product] = {
     "qkv": "norm", "out": "residual", "gate_up": "gate_up", "down": "residual", "head": "head",
 }  # fmt: skip
 MOST_SPLIT = 400  # programs that share K, where plans are tried
+
+
+def weight_shape(shape: Shape, product: str, vocabulary: int) -> tuple[int, int]:
+    """N, K."""
+    return {
+        "qkv": ((shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, shape.hidden_size),
+        "out": (shape.hidden_size, shape.num_heads * shape.head_dim),
+        "gate_up": (2 * shape.intermediate_size, shape.hidden_size),
+        "down": (shape.hidden_size, shape.intermediate_size),
+        "head": (vocabulary, shape.hidden_size),
+    }[product]
 
 
 class Stack:
@@ -90,12 +95,12 @@ class Stack:
         self.num_layers = shape.num_layers
         self.weights: dict[str, list[Tensor]] = {}
         for product in PRODUCTS:
-            n, k = shape.weight(product, vocabulary)
+            n, k = weight_shape(shape, product, vocabulary)
             copies = 1 if product == "head" else shape.num_layers
             self.weights[product] = [
                 torch.empty(n, k, device=device, dtype=dtype).normal_(0, 0.02) for _ in range(copies)
             ]
-        self.norm = torch.ones(shape.hidden, device=device, dtype=dtype)
+        self.norm = torch.ones(shape.hidden_size, device=device, dtype=dtype)
         self.workspace = Workspace.allocate(device)
 
     def allocate(self, num_rows: int) -> None:
@@ -198,14 +203,15 @@ def candidates(product: str, num_rows: int, n: int, k: int) -> Iterator[Plan]:
     if num_rows > linear.TILE_ROWS:
         yield CUBLAS
         return
-    num_blocks, padded_rows = -(-n // 64), max(16, 1 << (num_rows - 1).bit_length())
+    num_blocks = -(-n // 64)
     for block_k, stages in ((64, 4), (64, 8), (128, 3), (128, 4), (128, 5), (128, 8), (256, 3)):
-        if stages * 2 * block_k * (64 * (1 + (product == "gate_up")) + padded_rows) > linear.H200_SHARED_BYTES:
+        plan = Plan("tiles", 64, block_k, num_stages=stages)
+        if stages * linear.stage_bytes(plan, num_rows, product == "gate_up", 2) > linear.H200_SHARED_BYTES:
             continue
-        yield Plan("tiles", 64, block_k, num_stages=stages)
+        yield plan
         for split in (2, 3, 4, 5, 6, 8, 10, 12, 16) if product in ("qkv", "out", "down") and stages < 5 else ():
             if 100 <= split * num_blocks <= MOST_SPLIT and split * block_k <= k:
-                yield Plan("tiles", 64, block_k, split=split, num_stages=stages)
+                yield replace(plan, split=split)
     if num_rows > 4:
         yield CUBLAS
         return
@@ -222,7 +228,7 @@ def try_plans(name: str, rows: list[int], vocabulary: int, products: list[str], 
     stack = Stack(replace(shape, num_layers=layers), vocabulary)
     for num_rows, product in itertools.product(rows, products):
         stack.allocate(num_rows)
-        n, k = shape.weight(product, vocabulary)
+        n, k = weight_shape(shape, product, vocabulary)
         n //= 1 + (product == "gate_up")
         chosen = linear.choose(KINDS[product], num_rows, n, k, torch.bfloat16)
         plans = list(dict.fromkeys((chosen, *candidates(product, num_rows, n, k))))

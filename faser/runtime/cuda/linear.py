@@ -352,6 +352,16 @@ def _compute_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def stage_bytes(plan: Plan, num_rows: int, gated: bool, element_size: int) -> int:
+    """Shared memory that one load in flight of `tiles` takes."""
+    return (_padded(num_rows) + (1 + gated) * plan.block_n) * plan.block_k * element_size
+
+
+def _padded(num_rows: int) -> int:
+    """The narrowest operand of a tensor core."""
+    return max(16, triton.next_power_of_2(num_rows))
+
+
 @lru_cache(maxsize=16)
 def _shared_bytes(device: torch.device) -> int:
     """Shared memory of a program: less on smaller GPUs than plans were made for, and they load less ahead."""
@@ -411,13 +421,12 @@ def _launch_tiles(
     assert num_rows <= TILE_ROWS
     assert plan.split == 1 or (workspace is not None and num_blocks * plan.split <= MAX_SPLIT_PROGRAMS and not gated)
     partials, counters = (x, x) if workspace is None else (workspace.partials, workspace.counters)
-    block_m = max(16, triton.next_power_of_2(num_rows))
-    stage_bytes = (block_m + (1 + gated) * plan.block_n) * plan.block_k * weight.element_size()
+    most_stages = _shared_bytes(x.device) // stage_bytes(plan, num_rows, gated, weight.element_size())
     _tiles_kernel[(num_blocks, plan.split)](
         x, weight, x if bias is None else bias, x if residual is None else residual, out, partials, counters, num_rows,
         N=n, K=k, GATED=gated, BIASED=bias is not None, ADDS=residual is not None,
-        BLOCK_M=block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, SPLIT=plan.split,
-        STAGES=min(plan.num_stages, max(1, _shared_bytes(x.device) // stage_bytes)),
+        BLOCK_M=_padded(num_rows), BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, SPLIT=plan.split,
+        STAGES=min(plan.num_stages, max(1, most_stages)),
         num_warps=plan.num_warps, **_dependent_launch(x),
     )  # fmt: skip
 
