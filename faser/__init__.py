@@ -16,4 +16,9 @@ __all__ = ["LLM", "FinishReason", "RequestOutput", "SamplingParams", "Stats", "T
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'faser' has no attribute {name!r}")
-    return getattr(import_module("faser.llm" if name == "LLM" else "faser.types"), name)
+    if name == "LLM":
+        from faser.threads import prepare_openmp
+
+        prepare_openmp()  # before torch loads
+        return import_module("faser.llm").LLM
+    return getattr(import_module("faser.types"), name)

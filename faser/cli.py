@@ -31,7 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return MISUSED
     from faser.errors import FaserError
+    from faser.threads import prepare_openmp
 
+    prepare_openmp()  # for this process, before torch loads, and for the server's engine
     try:
         _tolerate_encodings()
         status = int(args.run(args))

@@ -1,6 +1,12 @@
 """What all tests share."""
 
+import os
+
 import pytest
+
+# Tests run in one process per core: a thread that waits at a barrier must not burn another test's time.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 
 # Tiny models gain nothing from threads and lose much to their barriers, most of all on a busy machine.

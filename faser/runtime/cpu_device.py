@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import torch
+
 from faser.errors import ConfigError
 from faser.models.transformer import Transformer
 from faser.policy.early_exit import DEPTHS
@@ -13,6 +15,7 @@ from faser.runtime.executor import TorchExecutor
 from faser.runtime.kv_cache import KVCache, fitting_pages
 from faser.runtime.runner import ModelRunner
 from faser.runtime.verifier import Verifier
+from faser.threads import ThreadTuner, available_cpus, user_chose_threads
 
 
 class CpuDevice:
@@ -49,4 +52,13 @@ class CpuDevice:
         elif parts.uses_ngrams:
             drafter = NgramDrafter(parts.history)
         verifier = Verifier(runner(parts.target), parts.sampler, parts.history)
-        return TorchExecutor(verifier, drafter, parts.sampler, parts.history), num_pages
+        return TorchExecutor(verifier, drafter, parts.sampler, parts.history, _make_tuner()), num_pages
+
+
+def _make_tuner() -> ThreadTuner | None:
+    """None where the user chose the number of threads."""
+    if user_chose_threads():
+        return None
+    most = min(torch.get_num_threads(), available_cpus())
+    torch.set_num_threads(most)
+    return ThreadTuner(most, torch.set_num_threads)

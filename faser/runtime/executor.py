@@ -12,12 +12,21 @@ import torch
 from faser.runtime.drafter import Drafter, Drafts
 from faser.runtime.sampling import Sampler
 from faser.runtime.verifier import Verifier
+from faser.threads import ThreadTuner
 from faser.types import StepPlan, StepResult, StepSeconds
 
 
 class TorchExecutor:
-    def __init__(self, verifier: Verifier, drafter: Drafter | None, sampler: Sampler, history: torch.Tensor) -> None:
+    def __init__(
+        self,
+        verifier: Verifier,
+        drafter: Drafter | None,
+        sampler: Sampler,
+        history: torch.Tensor,
+        threads: ThreadTuner | None = None,
+    ) -> None:
         self._verifier = verifier
+        self._threads = threads
         self._drafter = drafter
         self._sampler = sampler
         self._history = history.numpy()
@@ -26,6 +35,9 @@ class TorchExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         """Lanes run inline: the draft goes first, so that it is there to be checked."""
         self._update_slots(plan)
+        num_rows = int(plan.num_rows.sum() + plan.judged.sum())
+        if self._threads is not None:
+            self._threads.begin(num_rows)
         drafts = self._drafter.draft(plan) if self._drafter is not None else Drafts(plan.lengths)
         num_verified = self._sampler.num_valid(plan.slots, plan.num_tokens, plan.judged_of(drafts.num_tokens))
         verdict = self._verifier.verify(plan, num_verified, drafts.confidence, drafts.num_tokens)
@@ -33,6 +45,9 @@ class TorchExecutor:
         if hits is not None and plan.outcomes and self._drafter is not None:
             adopted = self._drafter.adopt(plan, verdict.num_accepted) & plan.samples & ~hits
             hits = hits | adopted
+        verify_seconds = self._verifier.take_seconds()
+        if self._threads is not None:
+            self._threads.end(num_rows, verify_seconds)
         return StepResult(
             num_drafted=drafts.num_tokens,
             num_verified=verdict.num_verified,
@@ -42,7 +57,7 @@ class TorchExecutor:
             failures=verdict.failures,
             seconds=StepSeconds(
                 draft=self._drafter.take_seconds() if self._drafter is not None else 0.0,
-                verify=self._verifier.take_seconds(),
+                verify=verify_seconds,
             ),
             confidence=drafts.confidence if plan.stopping is not None else None,
             exits=verdict.exits,

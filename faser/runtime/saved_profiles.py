@@ -22,6 +22,7 @@ from faser.models.transformer import Transformer
 from faser.policy.early_exit import EarlyExit
 from faser.profile import VERSION, Profile
 from faser.scheduler import Limits
+from faser.threads import available_cpus
 
 log = logging.getLogger("faser.engine")
 
@@ -44,7 +45,7 @@ def describe(target: Transformer, draft: Transformer | str | None, limits: Limit
 def _hardware(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{processor_name()}, {torch.get_num_threads()} threads"
+    return f"{processor_name()}, {available_cpus()} CPUs"
 
 
 def _shape(model: Transformer) -> str:

@@ -36,6 +36,7 @@ from faser.server.messages import (
     unpack_params,
 )
 from faser.text import StopChecker, Tokenizer
+from faser.threads import prepare_openmp
 from faser.types import Finish, FinishReason, Progress, Request
 
 log = logging.getLogger("faser.engine")
@@ -211,6 +212,7 @@ def _exits(stats: ExitStats) -> Exits:
 
 
 def main() -> int:
+    prepare_openmp()
     descriptor, factory = int(sys.argv[1]), sys.argv[2]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end, and closes the socket then
     connection = socket.socket(fileno=descriptor)

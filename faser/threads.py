@@ -1,0 +1,212 @@
+"""How many threads compute on a CPU, and how they wait for each other.
+
+Knows environment variables, CPU quotas and seconds; no torch. Threads that share a product meet at a barrier. Where
+other programs hold the cores, a thread that has arrived burns its time slice there while the one it waits for is not
+running. Two remedies:
+
+* `prepare_openmp` shortens the burning. It must run before torch loads its OpenMP runtime.
+* `ThreadTuner` tries fewer threads on the steps that run, and keeps what is faster. One thread waits for nobody.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, MutableMapping
+from pathlib import Path
+
+# libgomp spins 300,000 times (about 3 ms) before a thread sleeps, LLVM's and Intel's runtimes 200 ms. A tenth of that
+# costs nothing on an idle machine; no spinning at all costs 15 to 30 % there (docs/lab.md).
+SPIN_COUNT = "30000"
+BLOCK_MILLISECONDS = "1"
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+
+def prepare_openmp(environment: MutableMapping[str, str] | None = None, *, torch_is_loaded: bool | None = None) -> bool:
+    """Let OpenMP's threads sleep soon at barriers, unless the user has said how they wait.
+
+    Returns whether it was done: not where torch, and OpenMP with it, is loaded already. Processes started later inherit
+    it.
+    """
+    environment = os.environ if environment is None else environment
+    loaded = "torch" in sys.modules if torch_is_loaded is None else torch_is_loaded
+    if loaded or any(name in environment for name in WAIT_VARIABLES):
+        return False
+    environment["GOMP_SPINCOUNT"] = SPIN_COUNT
+    environment["KMP_BLOCKTIME"] = BLOCK_MILLISECONDS
+    return True
+
+
+def user_chose_threads() -> bool:
+    return any(os.environ.get(name) for name in THREAD_VARIABLES)
+
+
+def available_cpus(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """CPUs this process may use: its affinity, and the quota of its control group, rounded up."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _quota(cgroup)
+    return affinity if quota is None else max(1, min(affinity, math.ceil(quota)))
+
+
+def _quota(cgroup: Path) -> float | None:
+    """CPUs by the quota of a control group, version 2 or 1; None where there is none."""
+    try:
+        if (cgroup / "cpu.max").is_file():
+            limit, period = (cgroup / "cpu.max").read_text().split()
+        else:
+            limit = (cgroup / "cpu" / "cpu.cfs_quota_us").read_text()
+            period = (cgroup / "cpu" / "cpu.cfs_period_us").read_text()
+        return float(limit) / float(period) if float(limit) > 0 and float(period) > 0 else None
+    except (OSError, ValueError):  # no such files, or "max"
+        return None
+
+
+# ── trying fewer threads ─────────────────────────────────────────────────────────────────────────────────────────────
+
+PATTERN = (False, True, True, False)  # of a round: whether each step runs with the other count; drift cancels
+MIN_ROUNDS, MAX_ROUNDS = 2, 6
+MIN_GAIN = 0.05  # of log seconds, by which another count must be faster to be taken
+CERTAIN = 2.0  # standard errors
+FREE_ROWS = 8  # a forward reads all weights, however few rows it has: as much work as this many rows
+CHANGED = 1.4  # a forward this many times slower or faster than usual says that the machine has changed
+CHANGED_STEPS = 4  # in a row
+FIRST_WAIT, LAST_WAIT = 64, 4096  # steps between two trials; doubles while they change nothing
+FADING = 0.9  # of what is usual for a number of rows
+
+
+class ThreadTuner:
+    """Chooses how many threads compute, by the forwards that run; for each size of forward on its own.
+
+    A trial compares the present count with another in the order A B B A until one is surely faster. The first trial
+    comes soon after the start, further ones ever more rarely, and one at once when forwards become much slower or
+    faster than usual. `most` threads come first; fewer are tried by halves.
+    """
+
+    def __init__(self, most: int, set_threads: Callable[[int], None]) -> None:
+        self._most = most
+        self._set_threads = set_threads
+        self._current = most  # what was set last
+        self._sizes: dict[int, _SizeTuner] = {}
+
+    def num_threads(self, num_rows: int) -> int:
+        """The present choice for forwards of this many rows."""
+        return self._size(num_rows).num_threads
+
+    def begin(self, num_rows: int) -> None:
+        """Before a forward."""
+        wanted = self._size(num_rows).next_threads()
+        if wanted != self._current:
+            self._set_threads(wanted)
+            self._current = wanted
+
+    def end(self, num_rows: int, seconds: float) -> None:
+        """After it."""
+        if self._most > 1 and seconds > 0 and self._size(num_rows).add(seconds / (num_rows + FREE_ROWS)):
+            for size in self._sizes.values():
+                size.try_soon()
+
+    def _size(self, num_rows: int) -> _SizeTuner:
+        """Forwards of 1 row, of 2 to 7, of 8 to 31, and so on."""
+        key = (num_rows.bit_length() + 1) // 2
+        if key not in self._sizes:
+            self._sizes[key] = _SizeTuner(self._most)
+        return self._sizes[key]
+
+
+class _SizeTuner:
+    """The threads of forwards of one size. Their pace is the seconds of a row."""
+
+    def __init__(self, most: int) -> None:
+        self.num_threads = most
+        self._most = most
+        self._trial: _Trial | None = None
+        self._wait, self._steps_left = FIRST_WAIT, FIRST_WAIT // 8
+        self._usual: float | None = None
+        self._num_changed = 0
+        self._tries_fewer = True
+
+    def next_threads(self) -> int:
+        if self._trial is None and self._steps_left <= 0 and self._most > 1:
+            self._trial = _Trial(self._other_count())
+        return self._trial.other if self._trial is not None and self._trial.runs_other else self.num_threads
+
+    def add(self, pace: float) -> bool:
+        """Take in a forward; whether the machine has changed."""
+        if self._trial is None:
+            self._steps_left -= 1
+            return self._has_changed(pace)
+        self._trial.add(pace)
+        if self._trial.is_over:
+            self._conclude(self._trial)
+        return False
+
+    def try_soon(self) -> None:
+        self._num_changed, self._steps_left, self._wait, self._usual = 0, 0, FIRST_WAIT, None
+
+    def _conclude(self, trial: _Trial) -> None:
+        if trial.other_is_faster:
+            self.num_threads, self._wait, self._usual = trial.other, FIRST_WAIT, None
+        else:
+            self._tries_fewer = not self._tries_fewer
+            self._wait = min(LAST_WAIT, 2 * self._wait)
+        self._trial, self._steps_left, self._num_changed = None, self._wait, 0
+
+    def _other_count(self) -> int:
+        """Half as many and twice as many in turn; only one of them at either end."""
+        fewer, more = self.num_threads // 2, min(self._most, 2 * self.num_threads)
+        if self.num_threads == self._most:
+            return fewer
+        return more if self.num_threads == 1 or not self._tries_fewer else fewer
+
+    def _has_changed(self, pace: float) -> bool:
+        """Whether several forwards in a row were far from what is usual."""
+        usual = pace if self._usual is None else self._usual
+        if 1 / CHANGED < pace / usual < CHANGED:
+            self._num_changed = 0
+            self._usual = FADING * usual + (1 - FADING) * pace
+        else:  # once, it is a pause of the process and no new speed
+            self._num_changed += 1
+        return self._num_changed >= CHANGED_STEPS
+
+
+class _Trial:
+    """Another count of threads against the present one, in rounds of A B B A."""
+
+    def __init__(self, other: int) -> None:
+        self.other = other
+        self._paces: list[float] = []  # of the round
+        self._gains: list[float] = []  # log of A over B, of each round
+
+    @property
+    def runs_other(self) -> bool:
+        return PATTERN[len(self._paces)]
+
+    def add(self, pace: float) -> None:
+        self._paces.append(pace)
+        if len(self._paces) == len(PATTERN):
+            a, b, c, d = self._paces
+            self._gains.append(math.log((a + d) / (b + c)))
+            self._paces = []
+
+    @property
+    def is_over(self) -> bool:
+        if self._paces or len(self._gains) < MIN_ROUNDS:
+            return False
+        return len(self._gains) >= MAX_ROUNDS or abs(self._mean - MIN_GAIN) > CERTAIN * self._error
+
+    @property
+    def other_is_faster(self) -> bool:
+        return self._mean > MIN_GAIN
+
+    @property
+    def _mean(self) -> float:
+        return sum(self._gains) / len(self._gains)
+
+    @property
+    def _error(self) -> float:
+        """Standard error of the mean; never taken to be below a hundredth."""
+        mean, count = self._mean, len(self._gains)
+        variance = sum((gain - mean) ** 2 for gain in self._gains) / (count - 1)
+        return max(0.01, math.sqrt(variance / count))
