@@ -114,7 +114,7 @@ def compare(systems: dict[str, Child], streams: int, busy: int, turns: int, seco
     medians = {name: statistics.median(values) for name, values in rates.items()}
     ratio = statistics.median(ratios)
     print(
-        f"{busy} busy loops, {streams} streams, tokens/s: before {medians['before']:.1f}, after {medians['after']:.1f}, "
+        f"{busy} busy loops, {streams} streams: {medians['before']:.1f} → {medians['after']:.1f} tokens/s, "
         f"ratio {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
         flush=True,
     )

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from faser import arguments
 
@@ -173,7 +173,7 @@ def _make_chat_llm(args: argparse.Namespace) -> LLM:
     template.check()
     from faser.llm import LLM
 
-    return LLM(args.model, args.draft, chat_template=template, **arguments.engine_fields(args))
+    return LLM(args.model, args.draft, chat_template=template, **_unprofiled(args))
 
 
 # ---- generate ----
@@ -216,7 +216,12 @@ def _generate(args: argparse.Namespace) -> int:
 def _make_llm(args: argparse.Namespace) -> LLM:
     from faser.llm import LLM
 
-    return LLM(args.model, args.draft, **arguments.engine_fields(args))
+    return LLM(args.model, args.draft, **_unprofiled(args))
+
+
+def _unprofiled(args: argparse.Namespace) -> dict[str, Any]:
+    """For a few answers a profile is not worth the wait; one that was kept is used."""
+    return {**arguments.engine_fields(args), "profiling": "none"}
 
 
 def _as_text(prompt: str, output: RequestOutput, named: bool) -> str:

@@ -15,6 +15,7 @@ DEFAULT_POLICY = "faser"  # with a draft
 DTYPES = ("auto", *model_config.DTYPES)
 DEVICES = ("auto", "cpu", "cuda")
 ON_ENGINE_FAILURE = ("restart", "exit")
+PROFILING = ("quick", "full", "none")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -35,7 +36,8 @@ class EngineOptions:
     acceptance: float | None = None  # accept each draft with this probability whatever it says: wrong text, real cost
     early_exit: str = "auto"  # drop drafts in the midst of a verification: where that pays, always, never
     overlap: str = "auto"  # draft on while the drafts before are verified: likewise
-    profile: str | None = None  # a file of what forwards cost, for policies that ask; None: one kept, or measured now
+    profile: str | None = None  # a file of what forwards cost, for policies that ask; None: one that was kept, or
+    profiling: str = "quick"  # where none was: measure a little at start and the rest when idle, all of it, or nothing
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_batch_tokens", "max_model_len", "page_size", "kv_memory", "num_pages"):
@@ -57,6 +59,8 @@ class EngineOptions:
             raise ConfigError(f"early_exit={self.early_exit!r}: expected one of {', '.join(EARLY_EXIT)}")
         if self.overlap not in OVERLAP:
             raise ConfigError(f"overlap={self.overlap!r}: expected one of {', '.join(OVERLAP)}")
+        if self.profiling not in PROFILING:
+            raise ConfigError(f"profiling={self.profiling!r}: expected one of {', '.join(PROFILING)}")
         if self.acceptance is not None and not 0 <= self.acceptance <= 1:
             raise ConfigError(f"acceptance={self.acceptance!r}: expected a probability, 0 to 1")
 

@@ -70,7 +70,8 @@ class _Flight:
 class Engine:
     """Requests in, tokens out, one step at a time.
 
-    `exits`, where given, drops drafts in the midst of verifications.
+    `exits`, where given, drops drafts in the midst of verifications. `on_idle` improves the engine by a little while
+    there are no requests, and says whether it could do more.
     `cost` is the one the scheduler's policy goes by, where it needs one. With an `AsyncExecutor` the next step is
     planned and submitted while this one runs, wherever it can be.
     """
@@ -82,6 +83,7 @@ class Engine:
         clock: Callable[[], float] = perf_counter,
         cost: ProfiledCost | None = None,
         exits: EarlyExit | None = None,
+        on_idle: Callable[[], bool] = lambda: False,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.scheduler = scheduler
@@ -93,6 +95,7 @@ class Engine:
         self._flights: deque[_Flight] = deque()
         self._landed = float("-inf")  # when the last step ended
         self._clock = clock
+        self._on_idle = on_idle
         self._on_close = on_close
 
     @property
@@ -104,6 +107,10 @@ class Engine:
 
     def cancel(self, request_id: str) -> bool:
         return self.scheduler.cancel(request_id)
+
+    def use_idle_moment(self) -> bool:
+        """Do a little of what is better done without requests; whether there is more of it."""
+        return not self.has_work and self._on_idle()
 
     def step(self) -> list[Progress]:
         """One turn. If it raises, call `abandon`: the open requests cannot go on."""

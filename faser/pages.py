@@ -53,6 +53,11 @@ class PagePool:
         return self._num_free + len(self._idle)
 
     @property
+    def num_free(self) -> int:
+        """Pages that hold nothing, cached or in use."""
+        return self._num_free
+
+    @property
     def num_held(self) -> int:
         return self.num_pages - self.num_available
 

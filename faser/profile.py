@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
@@ -28,7 +28,16 @@ FADING = 0.98  # weight of what was known of the machine's speed against the nex
 KEPT_UP = 2  # context tokens a draft computes at most where nobody's fell behind
 LEAST_AWAITED = 1e-4  # seconds
 LEARNING, FORGETTING, MOST_SLOWER = 0.1, 0.999, 2.0  # how fast, of steps that overlap, and how much one may say
-LEAST_FACTOR, MOST_FACTOR = 0.25, 4.0  # how far the steps that run may correct a profile
+MOST_FACTOR = 4.0  # how far the steps that run may correct a profile that was measured
+MAX_KEPT_ERROR = 0.2  # mean error of predictions, as a share, of a profile that is worth keeping
+# By kind of profile: how many steps it counts as against those that run, the error of a prediction to begin with, and
+# the bounds of its corrections.
+TRUST = {"measured": (50, 0.05, MOST_FACTOR), "quick": (10, 0.2, 16.0), "assumed": (0, 0.5, 256.0)}
+SHAPE_LEARNING = 0.03  # share of a step's error, beyond the usual, that goes to predictions for its number of rows
+USUAL_FADING = 0.7  # of the usual error: what all sizes share is the machine's speed
+MAX_SHAPE_ERROR = 0.5  # of log seconds, that one step may tell
+SHAPE_STEPS = 16  # between two updates of the table
+ERROR_FADING = 0.97  # of the mean error
 
 Rows = IntArray | int
 Context = IntArray | FloatArray | float
@@ -50,6 +59,25 @@ class Curve:
             raise ConfigError("a curve needs rows that rise from 1 on, and as many seconds and seconds per token")
         if not all(0 <= each < math.inf for each in (*self.seconds, *self.per_token)):
             raise ConfigError("a curve's seconds are finite numbers of at least 0")
+
+    def monotone(self) -> Curve:
+        """More rows never take less time: where measurements say so, neighbours share their mean."""
+        pools: list[list[float]] = []  # [sum, count] of neighbours that share a value
+        for value in self.seconds:
+            pools.append([value, 1.0])
+            while len(pools) > 1 and pools[-2][0] / pools[-2][1] > pools[-1][0] / pools[-1][1]:
+                total, count = pools.pop()
+                pools[-1][0] += total
+                pools[-1][1] += count
+        seconds = [total / count for total, count in pools for _ in range(int(count))]
+        return replace(self, seconds=tuple(seconds))
+
+    def scaled(self, factor: float) -> Curve:
+        return replace(
+            self,
+            seconds=tuple(factor * each for each in self.seconds),
+            per_token=tuple(factor * each for each in self.per_token),
+        )
 
     @property
     def is_stepped(self) -> bool:
@@ -153,6 +181,20 @@ class Profile:
     await_seconds: float = 0.0  # of a step that does not begin before the one before it is known, more than of others
     # of configurations it was not made from: share of the seconds, mean and worst
     errors: Mapping[str, float] = field(default_factory=dict)
+    kind: str = "measured"  # a key of TRUST: measured; quick, of a few steps; assumed, without any
+
+    def why_not_kept(self) -> str | None:
+        """The one rule by which all commands keep a profile: why it is not good enough, or None if it is."""
+        if self.kind == "assumed":
+            return "nothing was measured"
+        names = ["verify"] + ["draft"] * any(self.first_draft.seconds)
+        unknown = [name for name in names if name not in self.errors]
+        if unknown:
+            return f"there was no time to check its predictions ({', '.join(unknown)})"
+        wrong = [f"{name} {100 * self.errors[name]:.0f} %" for name in names if self.errors[name] > MAX_KEPT_ERROR]
+        return (
+            f"its predictions are off by more than {100 * MAX_KEPT_ERROR:.0f} % ({', '.join(wrong)})" if wrong else None
+        )
 
     @property
     def accuracy(self) -> str:
@@ -186,6 +228,7 @@ class Profile:
                 besides=tuple(_beside_of(each) for each in given.get("besides", ())),
                 await_seconds=float(given.get("await_seconds", 0.0)),
                 errors=errors,
+                kind=_kind_of(given.get("kind", "measured")),
                 **curves,
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -214,6 +257,12 @@ def _curve_of(given: Mapping[str, Any]) -> Curve:
         tuple(map(float, given["per_token"])),
         int(given["stepped_to"]),
     )
+
+
+def _kind_of(given: object) -> str:
+    if given not in TRUST:
+        raise ValueError(f"kind {given!r} is none of {', '.join(TRUST)}")
+    return str(given)
 
 
 def _beside_of(given: Mapping[str, Any]) -> Beside:
@@ -251,6 +300,11 @@ class Cost(Protocol):
     @property
     def row_sizes(self) -> IntArray:
         """Rows at which a verification becomes dearer at once, ascending; none where it rises with every row."""
+        ...
+
+    @property
+    def error(self) -> float:
+        """Mean error of late predictions, as a share: how far these costs can be trusted."""
         ...
 
     @property
@@ -294,27 +348,47 @@ class Cost(Protocol):
 
 
 class ProfiledCost:
-    """A profile, times how much slower or faster than it the machine has been of late."""
+    """A profile, corrected by the steps that run: how fast the machine is of late, and by how much each number of rows
+    deviates from that.
+    """
 
     def __init__(self, profile: Profile) -> None:
-        self.profile = profile
         self._target_factor = self._draft_factor = 1.0
+        self._beside_factors: dict[
+            tuple[int, bool], float
+        ] = {}  # of both at once, by split and whether there are branches
         self._host = profile.host
+        self.adopt(profile)
+
+    def adopt(self, profile: Profile) -> None:
+        """Go on with another profile of the same models and machine, which was measured just now."""
+        self.profile = profile
+        self._num_steps, self._error, self._most_factor = TRUST[profile.kind]
+        self._error = profile.errors.get("verify", self._error)
+        self._num_drafts = self._num_steps
+        self._target_factor = self._draft_factor = 1.0
         self._await, self._num_awaited = profile.await_seconds, 4  # the profile counts as so many steps
         self._besides = {each.draft_sms: each for each in profile.besides}
-        # of both at once, by split and whether there are branches
-        self._beside_factors: dict[tuple[int, bool], float] = {}
         sizes = profile.verify.rows if profile.verify.is_stepped else ()
         self._row_sizes: IntArray = np.array(sizes, dtype=np.int64)
         # more rows than graphs have run as prompts do
         beyond = slice(profile.verify.most_rows + 1, None)
         tables = zip(profile.verify.table, profile.prompts.table, strict=True)
         seconds, per_token = (np.concatenate((mine, others[beyond])) for mine, others in tables)
-        self._pure: tuple[FloatArray, FloatArray] = seconds, per_token
+        self._measured: tuple[FloatArray, FloatArray] = seconds, per_token
+        self._pure = self._measured  # the same, with the deviations
+        # log deviation of a verification without prompts, at 1, 2, 4, … rows
+        self._shape: FloatArray = np.zeros((seconds.size - 1).bit_length() + 1)
+        self._num_shaped = 0
+        self._usual_error = 0.0
 
     @property
     def row_sizes(self) -> IntArray:
         return self._row_sizes
+
+    @property
+    def error(self) -> float:
+        return self._error
 
     @property
     def host(self) -> float:
@@ -393,13 +467,52 @@ class ProfiledCost:
                 self._await += max(1 / self._num_awaited, LEARNING) * (more - self._await)
             return
         _, draft, verify = self._of_plan(plan)
+        self._learn_error(self._draft_factor * draft + self._target_factor * verify, spent.draft + spent.verify)
         if verify > 0 and spent.verify > 0:
             # one pause of the process is no speed of the machine: a step counts as twice what it should be at most
             most = self._draft_factor * draft + self._target_factor * verify + self._host
             self._host += (1 - FADING) * (min(max(seconds - spent.draft - spent.verify, 0.0), most) - self._host)
-            self._target_factor = _moved(self._target_factor, spent.verify / verify)
+            if plan.only_decodes:
+                self._learn_shape(int(plan.num_rows.sum() + plan.judged.sum()), spent.verify, verify)
+            self._num_steps += 1
+            self._target_factor = self._moved(self._target_factor, spent.verify / verify, self._num_steps)
         if draft > 0 and spent.draft > 0:
-            self._draft_factor = _moved(self._draft_factor, spent.draft / draft)
+            self._num_drafts += 1
+            self._draft_factor = self._moved(self._draft_factor, spent.draft / draft, self._num_drafts)
+
+    def _moved(self, factor: float, ratio: float, num_steps: int) -> float:
+        """A factor after one more step: a mean of the first steps, then a slow average."""
+        weight = max(1 - FADING, 1 / (num_steps + 1))
+        return min(self._most_factor, max(1 / self._most_factor, factor + weight * (ratio - factor)))
+
+    def _learn_error(self, predicted: float, measured: float) -> None:
+        if predicted > 0 and measured > 0:
+            error = min(1.0, abs(math.log(measured / predicted)))
+            self._error = ERROR_FADING * self._error + (1 - ERROR_FADING) * error
+
+    def _learn_shape(self, num_rows: int, measured: float, verify: float) -> None:
+        """Move the deviation at the two powers of two around this number of rows.
+
+        What steps of all sizes are off by is left to the factor.
+        """
+        error = math.log(measured / (self._target_factor * verify))
+        error = min(MAX_SHAPE_ERROR, max(-MAX_SHAPE_ERROR, error))
+        self._usual_error = USUAL_FADING * self._usual_error + (1 - USUAL_FADING) * error
+        moved = SHAPE_LEARNING * (error - self._usual_error)
+        below, share = divmod(math.log2(num_rows), 1.0)
+        for knot, weight in ((int(below), 1 - share), (int(below) + 1, share)):
+            if knot < self._shape.size:
+                self._shape[knot] += weight * moved
+        self._num_shaped += 1
+        if self._num_shaped % SHAPE_STEPS == 0:
+            self._pure = self._shaped()
+
+    def _shaped(self) -> tuple[FloatArray, FloatArray]:
+        """The table of verifications with the deviations; more rows never take less time."""
+        seconds, per_token = self._measured
+        rows = np.log2(np.maximum(np.arange(seconds.size), 1))
+        factor = np.exp(np.interp(rows, np.arange(self._shape.size), self._shape))
+        return np.maximum.accumulate(factor * seconds), factor * per_token
 
     def _forget(self, way: tuple[int, bool] | None, waits: bool) -> None:
         """What a step says nothing of becomes what the profile says: what was slow once is tried again."""
@@ -461,7 +574,3 @@ class ProfiledCost:
 
 def _way(plan: StepPlan) -> tuple[int, bool]:
     return plan.draft_sms, bool(plan.num_branches.any())
-
-
-def _moved(factor: float, ratio: float) -> float:
-    return min(MOST_FACTOR, max(LEAST_FACTOR, FADING * factor + (1 - FADING) * ratio))

@@ -40,6 +40,9 @@ def _keep(found: Profile, out: str | None) -> str:
     if out is None:
         from faser.runtime.saved_profiles import keep
 
+        reason = found.why_not_kept()
+        if reason is not None:
+            return f"not kept: {reason}; try again when the machine is idle, or with a larger --budget"
         kept = keep(found)
         return "not kept" if kept is None else f"kept in {kept}"
     path = Path(out).expanduser()

@@ -46,6 +46,7 @@ from faser.types import (
     Finish,
     FinishReason,
     IntArray,
+    PageWrites,
     Progress,
     Request,
     Settling,
@@ -321,6 +322,31 @@ class Scheduler:
             raise EngineError("an idle slot holds pages")
         if len(self._waiting) + self.num_running != len(self._entries):
             raise EngineError("a request is neither waiting nor running")
+
+    # ── made-up requests, while there are no real ones ────────────────────────────────────────────────────────────────
+
+    def lend_slots(self, num_tokens: IntArray) -> tuple[PageWrites, PageWrites] | None:
+        """Pages of both models for made-up requests of these sizes in the first slots, to be given back at once.
+
+        None while there are requests, and where free pages are short: pages of the prefix cache are not taken.
+        """
+        pools = [pool for pool in (self.target_pages, self.draft_pages) if pool is not None]
+        needed = int((-(-num_tokens // self.target_pages.page_size)).sum())
+        if self.has_work or self._flights or any(pool.num_free < needed for pool in pools):
+            return None
+        slots = np.arange(num_tokens.size)
+        for pool in pools:
+            pool.reserve(slots, num_tokens)
+        draft_writes = self.draft_pages.take_writes() if self.draft_pages is not None else NO_WRITES
+        return self.target_pages.take_writes(), draft_writes
+
+    def take_back_slots(self, num_slots: int) -> None:
+        """The next plan tells the executor that these slots are free."""
+        for slot in range(num_slots):
+            self.target_pages.release(slot)
+            if self.draft_pages is not None:
+                self.draft_pages.release(slot)
+        self._released.update(range(num_slots))
 
     # ── adding and ending ────────────────────────────────────────────────────────────────────────────────────────────
 

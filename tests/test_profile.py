@@ -12,7 +12,6 @@ from faser.errors import ConfigError
 from faser.pages import NO_WRITES
 from faser.profile import (
     FADING,
-    LEAST_FACTOR,
     MOST_FACTOR,
     MOST_SLOWER,
     NOTHING,
@@ -321,7 +320,7 @@ def test_predictions_follow_a_machine_twice_as_slow():
     assert float(cost.next_draft(1, 0)) == pytest.approx(1.4 * MS, rel=0.01)
 
 
-@pytest.mark.parametrize(("factor", "most"), [(100.0, MOST_FACTOR), (0.01, LEAST_FACTOR)])
+@pytest.mark.parametrize(("factor", "most"), [(100.0, MOST_FACTOR), (0.01, 1 / MOST_FACTOR)])
 def test_corrections_are_bounded(factor, most):
     cost = ProfiledCost(GPU)
     run(cost, make_plan([100], 2), factor, 0.0, 500)

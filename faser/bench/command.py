@@ -365,7 +365,7 @@ def _systems(args: argparse.Namespace, asked: Asked) -> tuple[list[System], Voca
         return [RemoteSystem(remote, remote.name), *further], vocabulary, about
     # An engine knows what forwards cost only if the policy it is built with goes by it; others may follow that do.
     policy = next((name for name in asked.policies if _needs_cost(name)), asked.policies[0])
-    fields = {**arguments.engine_fields(args), "policy": policy, "acceptance": args.acceptance}
+    fields = {**arguments.engine_fields(args), "policy": policy, "acceptance": args.acceptance, "profiling": "full"}
     options = EngineOptions(**fields)
     loaded = load_engine(args.model, args.draft, options, chat)
     own: list[System] = [PolicySystem(loaded.engine, name, args.temperature) for name in asked.policies]

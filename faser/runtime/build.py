@@ -29,16 +29,16 @@ from faser.policy.overlap import Overlap, worthwhile
 from faser.profile import Profile, ProfiledCost
 from faser.progress import progress_bar
 from faser.runtime import saved_profiles
+from faser.runtime.assumed import assumed_profile
 from faser.runtime.device import Device, Parts, make_device
+from faser.runtime.idle_profiler import IdleProfiler
 from faser.runtime.kv_cache import fitting_pages
-from faser.runtime.profiler import Subject, measure
+from faser.runtime.profiler import Subject, measure, measure_quick
 from faser.runtime.sampling import Sampler
 from faser.scheduler import Limits, Scheduler
 from faser.text import Tokenizer
 
 log = logging.getLogger("faser.engine")
-
-MOST_ERROR = 0.3  # of predictions, on average, by a profile that is kept
 
 Draft = Transformer | str | None  # a model, NGRAM, or none
 
@@ -137,7 +137,7 @@ def build_engine(
     """An engine over models already in memory, where they are.
 
     Without a tokenizer, requests with a grammar fail with that reason. Where the policy goes by what forwards cost, and
-    no profile of them is given or was kept, they are measured first.
+    no profile of them is given or was kept, `options.profiling` says what is measured first.
     """
     made = _make_executor(target, draft, options, tokenizer, device)
 
@@ -159,14 +159,17 @@ def build_engine(
         cost=cost,
         overlap=_make_overlap(made, options, cost),
     )
+    engine = partial(Engine, scheduler, made.executor, cost=cost)
+    if cost is not None and cost.profile.kind == "quick":
+        engine = partial(
+            engine, on_idle=IdleProfiler(_subject(made), cost, scheduler, _about(made), saved_profiles.keep)
+        )
     exits = _make_exits(made, options, cost)
     if exits is None:
-        return Engine(scheduler, made.executor, cost=cost)
+        return engine()
     known = _about(made), [made.target, *([made.draft_model] if made.draft_model is not None else [])]
     saved_profiles.restore_exits(exits, *known)
-    return Engine(
-        scheduler, made.executor, cost=cost, exits=exits, on_close=partial(saved_profiles.keep_exits, exits, *known)
-    )
+    return engine(exits=exits, on_close=partial(saved_profiles.keep_exits, exits, *known))
 
 
 def _make_overlap(made: _Made, options: EngineOptions, cost: ProfiledCost | None) -> Overlap | None:
@@ -284,15 +287,20 @@ def _profile_of(made: _Made, options: EngineOptions) -> Profile | None:
     if kept is not None:
         log.info("profile of an earlier start: %s", kept.accuracy)
         return kept
+    if options.profiling == "none":
+        return _assumed(made)
+    if options.profiling == "quick":
+        started = perf_counter()
+        profile = measure_quick(_subject(made), about)
+        log.info("rough profile in %.1f s; the rest is measured when there are no requests", perf_counter() - started)
+        return profile
     profile, seconds = _measure(made)
     log.info("profiled in %.1f s: %s", seconds, profile.accuracy)
-    if profile.errors.get("verify", 1.0) > MOST_ERROR or profile.errors.get("draft", 0.0) > MOST_ERROR:
-        log.warning(
-            "the machine is too busy or too slow for a profile that is worth keeping, and the next start will measure "
-            "again; `faser profile --budget 60` makes and keeps one"
-        )
-    else:
+    reason = profile.why_not_kept()
+    if reason is None:
         saved_profiles.keep(profile)
+    else:
+        log.warning("the profile is used and not kept: %s; the machine may be busy", reason)
     return profile
 
 
@@ -304,8 +312,20 @@ def _about(made: _Made) -> dict[str, object]:
     return saved_profiles.describe(made.target, made.draft, made.limits, made.page_size)
 
 
+def _assumed(made: _Made) -> Profile:
+    limits = made.limits
+    return assumed_profile(made.target, made.draft_model, made.device.speeds, limits.max_batch_tokens, _about(made))
+
+
 def _measure(made: _Made, budget: float | None = None) -> tuple[Profile, float]:
-    subject = Subject(
+    started = perf_counter()
+    with progress_bar("profiling") as update:
+        profile = measure(_subject(made), _about(made), budget, update)
+    return profile, perf_counter() - started
+
+
+def _subject(made: _Made) -> Subject:
+    return Subject(
         executor=made.executor,
         limits=made.limits,
         num_pages=made.num_pages,
@@ -318,11 +338,8 @@ def _measure(made: _Made, budget: float | None = None) -> tuple[Profile, float]:
         exit_layer=made.target.num_layers // 2,
         exit_candidates=candidates_of(made.target.config.vocab_size),
         splits=made.device.splits if made.device.profiling.has_lanes else (),
+        assumed=_assumed(made),
     )
-    started = perf_counter()
-    with progress_bar("profiling") as update:
-        profile = measure(subject, _about(made), budget, update)
-    return profile, perf_counter() - started
 
 
 # ── sizes ────────────────────────────────────────────────────────────────────────────────────────────────────────────

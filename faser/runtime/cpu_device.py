@@ -9,7 +9,7 @@ import torch
 from faser.errors import ConfigError
 from faser.models.transformer import Transformer
 from faser.policy.early_exit import DEPTHS
-from faser.runtime.device import Parts, Profiling
+from faser.runtime.device import Parts, Profiling, Speeds
 from faser.runtime.drafter import Drafter, ModelDrafter, NgramDrafter
 from faser.runtime.executor import TorchExecutor
 from faser.runtime.kv_cache import KVCache, fitting_pages
@@ -28,6 +28,7 @@ class CpuDevice:
     exit_depths = DEPTHS
     splits = (0,)
     profiling = Profiling(6.0, (), (), most_rows=64, most_context=4096, most_prompt_rows=128, has_lanes=False)
+    speeds = Speeds(10e9, 40e9, layer_seconds=2e-4, host_seconds=1e-3, stop_seconds=2e-4)
 
     def default_kv_memory(self) -> int:
         """A quarter of the machine, at most 4 GiB; only pages that are used take memory."""

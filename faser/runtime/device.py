@@ -46,6 +46,17 @@ class Parts:
 
 
 @dataclass(frozen=True)
+class Speeds:
+    """Roughly how fast a kind of hardware is, for a profile before anything was measured."""
+
+    bytes_per_second: float
+    flops_per_second: float
+    layer_seconds: float  # overhead of one layer, whatever its size
+    host_seconds: float  # of a step, outside both models
+    stop_seconds: float | None  # of one confidence check of a draft; None: unknown
+
+
+@dataclass(frozen=True)
 class Profiling:
     """How a kind of hardware is profiled (faser/runtime/profiler.py)."""
 
@@ -76,6 +87,9 @@ class Device(Protocol):
 
     @property
     def profiling(self) -> Profiling: ...
+
+    @property
+    def speeds(self) -> Speeds: ...
 
     @property
     def exit_depths(self) -> tuple[float, ...]:

@@ -59,6 +59,8 @@ MECHANISM_REQUESTS = (1, 4, 16, 64)  # that drafts are dropped or overlap for
 BESIDE = 0.4  # seconds of profiling, of all others, that drafting beside verification may take besides
 MOST_BESIDE = 32  # requests that decode beside prompts
 HELD_OUT = 12  # random batches
+QUICK_SECONDS = 1.2  # of a start
+QUICK_REQUESTS = 4
 PERIOD = 8  # of the made-up tokens: they repeat, so that prompt lookup finds drafts
 
 
@@ -78,6 +80,7 @@ class Subject:
     exit_layer: int = 0  # of the target, after which an early exit looks at drafts; 0: there is none
     exit_candidates: tuple[int, ...] = (0,)  # how many it may compare them with
     splits: tuple[int, ...] = ()  # of the device, for drafting beside a verification: see Device
+    assumed: Profile | None = None  # what to go by where nothing was measured (faser/runtime/assumed.py)
 
     @property
     def longest(self) -> int:
@@ -115,6 +118,11 @@ class Subject:
     def graph_of(self, rows: int) -> int:
         """The rows that so many run as."""
         return next((size for size in self.how.graph_rows if size >= rows), rows)
+
+
+def measure_quick(subject: Subject, about: Mapping[str, Any], clock: Callable[[], float] = perf_counter) -> Profile:
+    """A rough profile of a few steps, made in about QUICK_SECONDS; what it leaves out is assumed."""
+    return _Rounds(subject, QUICK_SECONDS, lambda done, total: None, clock).quick_profile(about)
 
 
 def measure(
@@ -196,6 +204,17 @@ def _lengths(subject: Subject, num_requests: int) -> list[int]:
     """Drafts first: a profile needs them most. Where no graphs run, rows are rows, and those of drafts will do."""
     lengths = sorted({0, min(SOME, subject.longest), min(MORE, subject.longest)}, reverse=True)
     return lengths if subject.how.graph_rows or num_requests == 1 or not subject.longest else lengths[:-1]
+
+
+def quick_batches(subject: Subject) -> list[Batch]:
+    """One request and a few, with drafts and without; then a prompt. What matters most comes first."""
+    few = min(QUICK_REQUESTS, subject.limits.max_running)
+    shapes = [(1, MORE), (1, 0), (few, MORE), (1, SOME), (few, SOME)]
+    drafted = [(size, min(length, subject.longest)) for size, length in shapes]
+    batches = [_alike(size, length, subject.contexts(size)[0]) for size, length in dict.fromkeys(drafted)]
+    rows = min(LEAST_PROMPT_ROWS, subject.most_context, subject.limits.max_batch_tokens)
+    prompt = Batch(_each(1, rows), _each(1, rows), _each(1, 0), _each(1, 0))
+    return [batch for batch in [*batches, prompt] if subject.has_room_for(batch)]
 
 
 def _coarse_first(sizes: Sequence[int]) -> list[int]:
@@ -315,17 +334,25 @@ class Measured:
         )
 
 
-class _Steps:
-    """Makes plans of batches and runs them."""
+class Steps:
+    """Makes plans of batches and runs them on an executor that serves nobody yet."""
 
     def __init__(self, subject: Subject, clock: Callable[[], float]) -> None:
         self._subject = subject
         self._clock = clock
-        self._admitted = self._admissions()  # until the first step
+        self._is_first = True
 
     def run(self, batch: Batch, repeats: int) -> Measured:
         """A batch, once to warm up and then so many times. The fastest counts: all that disturbs makes it slower."""
-        first = self._plan(batch)
+        pages = self._pages(batch)
+        has_draft = self._subject.has_draft_model
+        first = replace(self.plan(batch), target_pages=pages, draft_pages=pages if has_draft else NO_WRITES)
+        if self._is_first:
+            first = replace(first, admitted=self.admissions(self._subject.limits.max_running))
+            self._is_first = False
+        return self.run_plan(first, repeats)
+
+    def run_plan(self, first: StepPlan, repeats: int) -> Measured:
         again = replace(first, admitted=(), target_pages=NO_WRITES, draft_pages=NO_WRITES)
         plans = [first, *[again] * repeats]
         times, results = [self._clock()], []
@@ -345,7 +372,11 @@ class _Steps:
     def release(self) -> None:
         """Give all slots back. No step is without requests, so that one that is given back takes part."""
         slots = tuple(range(self._subject.limits.max_running))
-        self._subject.executor.execute(replace(self._plan(_alike(1, 0, 1)), released=slots))
+        batch = _alike(1, 0, 1)
+        pages = self._pages(batch)
+        draft_pages = pages if self._subject.has_draft_model else NO_WRITES
+        plan = replace(self.plan(batch), released=slots, target_pages=pages, draft_pages=draft_pages)
+        self._subject.executor.execute(plan)
 
     def _execute(self, plans: Sequence[StepPlan]) -> Iterator[StepResult]:
         """As the engine does: where it can be, the next step is under way before this one's result is asked for."""
@@ -363,16 +394,15 @@ class _Steps:
         executor = self._subject.executor
         return isinstance(executor, AsyncExecutor) and executor.may_run_ahead(plan)
 
-    def _plan(self, batch: Batch) -> StepPlan:
+    def plan(self, batch: Batch) -> StepPlan:
+        """The step of a batch, without admissions and pages."""
         subject = self._subject
-        admitted, self._admitted = self._admitted, ()
         draft_rows = batch.draft_rows if subject.has_draft_model else np.zeros_like(batch.draft_rows)
         frontier = np.zeros_like(batch.lengths)
         if batch.overlaps:
             frontier, draft_rows = batch.lengths, np.minimum(draft_rows, 1)
-        pages = self._pages(batch)
         return StepPlan(
-            admitted=admitted,
+            admitted=(),
             released=(),
             slots=np.arange(batch.num_tokens.size),
             num_tokens=batch.num_tokens,
@@ -383,8 +413,8 @@ class _Steps:
             draft_start=batch.num_tokens + frontier - draft_rows,
             draft_rows=draft_rows,
             unsettled=np.zeros(batch.num_tokens.size, dtype=np.bool_),
-            target_pages=pages,
-            draft_pages=pages if subject.has_draft_model else NO_WRITES,
+            target_pages=NO_WRITES,
+            draft_pages=NO_WRITES,
             stopping=_never_stopping(batch) if batch.is_looked_at else None,
             exits=batch.exits,
             overlaps=batch.overlaps,
@@ -399,9 +429,8 @@ class _Steps:
         columns = np.arange(slots.size) - np.repeat(np.cumsum(counts) - counts, counts)
         return PageWrites(slots, columns, np.arange(slots.size) % self._subject.num_pages)
 
-    def _admissions(self) -> tuple[Admission, ...]:
-        limits, random = self._subject.limits, np.random.default_rng(0)
-        tokens = random.integers(0, self._subject.vocab_size, (limits.max_running, PERIOD))
+    def admissions(self, num_slots: int) -> tuple[Admission, ...]:
+        tokens = np.random.default_rng(0).integers(0, self._subject.vocab_size, (num_slots, PERIOD))
         size = self._subject.most_context
         return tuple(
             Admission(slot, np.resize(some, size), size, SamplingParams(), 0, frozenset())
@@ -424,7 +453,8 @@ class _Rounds:
         self._clock = clock
         self._started = clock()
         self._aside = 0.0  # seconds that do not count
-        self._steps = _Steps(subject, clock)
+        self._steps = Steps(subject, clock)
+        self._expected = ProfiledCost(subject.assumed) if subject.assumed is not None else None
         kinds = (decoding_batches, prompt_batches, catch_up_batches, held_out_batches)
         self._decoding, *self._mixed, self._held_out = (
             [batch for batch in make(subject) if subject.has_room_for(batch)] for make in kinds
@@ -434,9 +464,11 @@ class _Rounds:
         self._warm_up()
         samples = Samples(self._subject)
         # what no profile can be made without is measured however late it is
-        samples.add(self._run(self._decoding, DECODED, least=LEAST_DECODED))
+        least_decoded, least_mixed = (LEAST_DECODED, 1) if self._expected is None else (1, 0)
+        samples.add(self._run(self._decoding, DECODED, least_decoded))
         for number, batches in enumerate(self._mixed, 1):
-            samples.add(self._run(batches, DECODED + (MIXED - DECODED) * number / len(self._mixed), least=1))
+            until = DECODED + (MIXED - DECODED) * number / len(self._mixed)
+            samples.add(self._run(batches, until, least_mixed))
         looks, (check, candidates) = self._stop_seconds(), self._exit_check()
         started = self._clock()
         besides, waiting = self._besides(), self._await_seconds()
@@ -450,35 +482,61 @@ class _Rounds:
             await_seconds=waiting,
         )
 
+    def quick_profile(self, about: Mapping[str, Any]) -> Profile:
+        subject, samples = self._subject, Samples(self._subject)
+        if subject.how.graph_rows:  # a GPU runs hundreds of steps meanwhile
+            samples.add(self._run(self._decoding, DECODED, least=1))
+            for batches in self._mixed:
+                samples.add(self._run(batches, MIXED, least=0))
+            looks = self._stop_seconds()
+        else:
+            samples.add(self._run_quickly(quick_batches(subject)))
+            looks = subject.assumed.stop_seconds if subject.assumed is not None else None
+        self._steps.release()
+        return replace(samples.profile(about), stop_seconds=looks, kind="quick")
+
+    def _run_quickly(self, batches: Sequence[Batch]) -> Iterator[Measured]:
+        """Each once, as long as there is time; the first also to warm up."""
+        self._steps.run(batches[0], 0)
+        for number, batch in enumerate(batches):
+            if number == 0 or self._has_time_for(batch, 1):
+                yield self._measure(batch, 0)
+
+    def _measure(self, batch: Batch, repeats: int) -> Measured:
+        measured = self._steps.run(batch, repeats)
+        if self._expected is not None:
+            self._expected.learn(measured.plan, measured.seconds, measured.total)
+        return measured
+
+    def _has_time_for(self, batch: Batch, runs: int) -> bool:
+        """Whether a batch would end within the time, as far as is known; a slow machine leaves the large ones out."""
+        left = self._seconds - (self._clock() - self._started - self._aside)
+        if self._expected is None:
+            return left > 0
+        return runs * self._expected.predict(self._steps.plan(batch)) <= left
+
     def errors(self, cost: ProfiledCost) -> dict[str, float]:
         """Of the held-out batches: the mean and the worst share by which predictions are wrong. Frees the slots."""
-        found = defaultdict(list)
-        for measured in self._run(self._held_out, ALL, least=0):
-            predicted = cost.parts(measured.plan)
-            for name in ("verify", "draft"):
-                seconds = getattr(measured, name)
-                if seconds > 0 and getattr(predicted, name) > 0:
-                    found[name].append(abs(getattr(predicted, name) / seconds - 1))
+        found = errors_of(cost, self._run(self._held_out, ALL, least=0))
         self._steps.release()
         self._update(100, 100)
-        means = {name: float(np.mean(errors)) for name, errors in found.items()}
-        return means | {f"{name}_worst": max(errors) for name, errors in found.items()}
+        return found
 
     def _stop_seconds(self) -> float | None:
         """Of a look at one draft. It may keep the host or the device waiting: what counts is the whole step."""
         subject = self._subject
-        if not subject.has_draft_model or subject.longest < MORE or self._spent() >= ALL:
-            return None
         plain = _alike(1, MORE, subject.contexts(1)[0])
+        if not subject.has_draft_model or subject.longest < MORE or not self._has_time_for(plain, 2 * (1 + max(TURNS))):
+            return None
         unseen, seen = (self._steps.run(replace(plain, is_looked_at=looked), max(TURNS)) for looked in (False, True))
         return max(0.0, float(seen.steps.min() - unseen.steps.min())) / (MORE - SOME)
 
-    def _some_drafting(self, is_over: Callable[[], bool]) -> Iterator[Batch]:
+    def _some_drafting(self, is_over: Callable[[Batch], bool]) -> Iterator[Batch]:
         """Batches of a few sizes that draft alike, as far as there is room and time."""
         subject = self._subject
         for size in MECHANISM_REQUESTS:
             batch = _alike(size, MORE, subject.contexts(size)[0])
-            if size > subject.limits.max_running or not subject.has_room_for(batch) or is_over():
+            if size > subject.limits.max_running or not subject.has_room_for(batch) or is_over(batch):
                 return
             yield batch
 
@@ -492,7 +550,7 @@ class _Rounds:
             return ()
         splits, ends = list(subject.splits), self._clock() + BESIDE * self._seconds
         found: dict[int, dict[int, tuple[StepSeconds, StepSeconds, float]]] = {split: {} for split in splits}
-        for plain in self._some_drafting(lambda: self._clock() >= ends):
+        for plain in self._some_drafting(lambda _: self._clock() >= ends):
             apart = self._steps.run(plain, max(TURNS))
             for split in splits.copy():
                 alone, together = (
@@ -523,7 +581,8 @@ class _Rounds:
         if not subject.exit_layer or subject.longest < MORE:
             return None, 0
         seconds: dict[int, list[float]] = {}  # by drafts: with each number of candidates
-        for plain in self._some_drafting(lambda: self._spent() >= ALL):
+        runs = (1 + len(subject.exit_candidates)) * (1 + max(TURNS))
+        for plain in self._some_drafting(lambda batch: not self._has_time_for(batch, runs)):
             points = [ExitPoint.by_rank(subject.exit_layer, 1, each) for each in subject.exit_candidates]
             looked = [replace(plain, exits=ExitRule((point,), is_trial=True)) for point in points]
             without, *with_it = (self._steps.run(batch, max(TURNS)).verify for batch in (plain, *looked))
@@ -549,7 +608,9 @@ class _Rounds:
                 is_late = self._spent() >= until
                 if is_late and (turn > 0 or number >= least):
                     return list(found.values())
-                measured = self._steps.run(batch, 0 if is_late else repeats)
+                if (turn > 0 or number >= least) and not self._has_time_for(batch, 1 + repeats):
+                    continue
+                measured = self._measure(batch, 0 if is_late else repeats)
                 found[number] = measured.or_better(found.get(number))
                 self._update(min(100, int(100 * self._spent())) if self._seconds > 0 else 100, 100)
         return list(found.values())
@@ -558,6 +619,19 @@ class _Rounds:
         """The share of the time."""
         spent = self._clock() - self._started - self._aside
         return spent / self._seconds if self._seconds > 0 else float("inf")
+
+
+def errors_of(cost: ProfiledCost, several: Iterable[Measured]) -> dict[str, float]:
+    """Of steps that a profile was not made from: the mean and the worst error of its predictions, as shares."""
+    found = defaultdict(list)
+    for measured in several:
+        predicted = cost.parts(measured.plan)
+        for name in ("verify", "draft"):
+            seconds = getattr(measured, name)
+            if seconds > 0 and getattr(predicted, name) > 0:
+                found[name].append(abs(getattr(predicted, name) / seconds - 1))
+    means = {name: float(np.mean(errors)) for name, errors in found.items()}
+    return means | {f"{name}_worst": max(errors) for name, errors in found.items()}
 
 
 # ── from seconds to curves ───────────────────────────────────────────────────────────────────────────────────────────
@@ -606,43 +680,39 @@ class Samples:
 
     def profile(self, about: Mapping[str, Any]) -> Profile:
         limits, longest = self._subject.limits, self._subject.longest
-        verify = make_curve(self._verify)
-        first = make_curve(self._first_drafts())
-        following = make_curve(self._next_drafts(), default=first)
+        assumed = self._subject.assumed
+        target, draft = (None, None) if assumed is None else (assumed.verify, assumed.first_draft)
+        verify = make_curve(self._verify, prior=target)
+        first = make_curve(self._first_drafts(), prior=draft)
+        following = make_curve(self._next_drafts(), default=first, prior=draft)
         has_graphs = bool(self._subject.how.graph_rows)
         catch_up = self._catch_up if has_graphs else self._catch_up + self._first_forwards()
         return Profile(
             about=about,
             verify=self._stepped(verify, limits.max_running * (1 + longest)),
-            prompts=self._stepped_below(make_curve(self._prompts, default=verify, one_slope=has_graphs)),
+            prompts=self._stepped_below(make_curve(self._prompts, verify, has_graphs, target)),
             first_draft=self._stepped(first, limits.max_running),
             next_draft=self._stepped(following, limits.max_running),
-            catch_up=self._stepped_below(make_curve(catch_up, default=first, one_slope=has_graphs)),
-            host=float(np.median(self._host)) if self._host else 0.0,
+            catch_up=self._stepped_below(make_curve(catch_up, first, has_graphs, draft)),
+            host=float(np.median(self._host)) if self._host else assumed.host if assumed is not None else 0.0,
         )
 
     def _first_drafts(self) -> list[Sample]:
         graph_of = self._subject.graph_of
         return [
-            Sample(graph_of(requests), context, seconds[SOME])
+            Sample(graph_of(requests), context, _first_token(seconds))
             for (requests, _, context), seconds in self._drafts.items()
-            if SOME in seconds
         ]
 
     def _first_forwards(self) -> list[Sample]:
         """The same by rows, as those that catch up are counted."""
-        return [
-            Sample(rows, context, seconds[SOME])
-            for (_, rows, context), seconds in self._drafts.items()
-            if SOME in seconds
-        ]
+        return [Sample(rows, context, _first_token(seconds)) for (_, rows, context), seconds in self._drafts.items()]
 
     def _next_drafts(self) -> list[Sample]:
         graph_of = self._subject.graph_of
         return [
-            Sample(graph_of(requests), context, _per_token(seconds[SOME], seconds[length], length))
+            Sample(graph_of(requests), context, _next_token(_first_token(seconds), seconds[length], length))
             for (requests, _, context), seconds in self._drafts.items()
-            if SOME in seconds
             for length in seconds
             if length > SOME
         ]
@@ -669,21 +739,31 @@ def _with_steps(curve: Curve, sizes: Sequence[int], stepped_to: int) -> Curve:
     return Curve(tuple(sizes), tuple(seconds.tolist()), tuple(per_token.tolist()), stepped_to)
 
 
-def _per_token(first: float, whole: float, length: int) -> float:
+def _first_token(seconds: Mapping[int, float]) -> float:
+    """Of a draft, by the seconds of drafts of some lengths; without one of a single token, each counts alike."""
+    length = min(seconds)
+    return seconds[length] / max(length, SOME)
+
+
+def _next_token(first: float, whole: float, length: int) -> float:
     """Of the tokens behind the first. They read the same weights: whatever noise says, they are not free."""
     return max((whole - first) / (length - SOME), LEAST_NEXT * first)
 
 
-def make_curve(samples: Iterable[Sample], default: Curve = NOTHING, one_slope: bool = False) -> Curve:
-    """A point for each number of rows. Where only one context was measured, others say what context costs.
+def make_curve(
+    samples: Iterable[Sample], default: Curve = NOTHING, one_slope: bool = False, prior: Curve | None = None
+) -> Curve:
+    """A point for each number of rows; more rows never take less time.
 
-    `one_slope`: it costs the same at all of them, so that the noise of large steps is not taken for it.
+    Where only one context was measured, others say what context costs. `one_slope`: it costs the same at all of them,
+    so that the noise of large steps is not taken for it. `prior` is the assumed shape: it says what context costs where
+    no two contexts were measured, and how the curve goes on where no rows were.
     """
     groups: defaultdict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
         groups[sample.rows].append(sample)
     if not groups:
-        return default
+        return default if default is not NOTHING or prior is None else prior
     lines = {rows: fit_line(group) for rows, group in sorted(groups.items()) if _num_contexts(group) > 1}
     slopes = [slope for _, slope in lines.values()]
     points = []
@@ -694,9 +774,34 @@ def make_curve(samples: Iterable[Sample], default: Curve = NOTHING, one_slope: b
         slope = 0.0
         if lines:
             slope = float(np.median(slopes) if one_slope else np.interp(rows, list(lines), slopes))
+        elif prior is not None:
+            slope = _ratio_to(prior, group) * float(prior(rows, 1.0) - prior(rows, 0.0))
         points.append((rows, _at_slope(group, slope), slope))
+    if prior is not None and prior is not NOTHING:
+        points = _continued(points, prior)
     rows_of, seconds, per_token = zip(*points, strict=True)
-    return Curve(rows_of, seconds, per_token)
+    return Curve(rows_of, seconds, per_token).monotone()
+
+
+def _ratio_to(prior: Curve, samples: Sequence[Sample]) -> float:
+    """How many times as long as assumed it took."""
+    assumed = [float(prior(each.rows, each.context)) for each in samples]
+    ratios = [each.seconds / seconds for each, seconds in zip(samples, assumed, strict=True) if seconds > 0]
+    return float(np.median(ratios)) if ratios else 1.0
+
+
+def _continued(points: list[tuple[int, float, float]], prior: Curve) -> list[tuple[int, float, float]]:
+    """Points for the rows below and above those measured, as many times as long as assumed as the nearest one."""
+
+    def scaled(rows: int, nearest: tuple[int, float, float]) -> tuple[int, float, float]:
+        base = float(prior(nearest[0], 0.0))
+        factor = nearest[1] / base if base > 0 else 1.0
+        return rows, factor * float(prior(rows, 0.0)), nearest[2]
+
+    first, last = points[0], points[-1]
+    below = [scaled(rows, first) for rows in prior.rows if rows < first[0]]
+    above = [scaled(rows, last) for rows in prior.rows if rows > last[0]]
+    return [*below, *points, *above]
 
 
 def _num_contexts(samples: Sequence[Sample]) -> int:

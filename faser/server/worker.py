@@ -73,17 +73,31 @@ class Worker:
         self._open = True
 
     def run(self) -> None:
-        """Serve until the other side is gone. After a second of rest the books are checked: nothing may be lost."""
-        checked = True
+        """Serve until the other side is gone.
+
+        After a second of rest the books are checked, for nothing may be lost; then the engine may improve itself.
+        """
+        checked, improves = False, True
         self._send([])
         while self._open:
             if self._engine.has_work:
                 self._receive(0)
                 self._send(self._step())
-                checked = False
-            elif not self._receive(None if checked else REST_SECONDS):
-                self._engine.scheduler.check()
-                checked = True
+                checked, improves = False, True
+            elif not self._receive(REST_SECONDS if not checked else 0 if improves else None):
+                if checked:
+                    improves = self._improve()
+                else:
+                    self._engine.scheduler.check()
+                    checked = True
+
+    def _improve(self) -> bool:
+        """Use an idle moment; whether another one could be used. A failure costs nobody a request."""
+        try:
+            return self._engine.use_idle_moment()
+        except Exception:
+            log.exception("what was tried in an idle moment failed; it is not tried again before the next request")
+            return False
 
     def _step(self) -> list[Progress]:
         try:

@@ -20,7 +20,7 @@ from faser.policy.early_exit import (
     make_point,
 )
 from faser.profile import Curve, Profile, ProfiledCost
-from faser.runtime.profiler import Batch, _Steps
+from faser.runtime.profiler import Batch, Steps
 from faser.types import ExitReadings, StepResult
 from tests.policy.profiles import H200
 from tests.runtime.test_profiler import make_subject
@@ -30,9 +30,9 @@ RANDOM = np.random.default_rng(0)
 
 
 def plan_of(num_requests: int, length: int):
-    steps = _Steps(make_subject(), lambda: 0.0)
+    steps = Steps(make_subject(), lambda: 0.0)
     tokens = np.full(num_requests, 64)
-    return steps._plan(Batch.decoding(tokens, np.full(num_requests, length)))
+    return steps.plan(Batch.decoding(tokens, np.full(num_requests, length)))
 
 
 def cost_with(check: float, profile: Profile = H200) -> ProfiledCost:

@@ -15,7 +15,7 @@ from faser.runtime.cuda.lanes import Lanes
 from faser.runtime.cuda.memory import Ledger, explained_shortage
 from faser.runtime.cuda.model import MIXED_BUCKETS, ROW_BUCKETS, CudaModel
 from faser.runtime.cuda.sampling import Slots
-from faser.runtime.device import Parts, Profiling
+from faser.runtime.device import Parts, Profiling, Speeds
 from faser.runtime.drafter import NgramDrafter
 from faser.types import MOST_DRAFT_ROWS
 
@@ -33,6 +33,7 @@ class CudaDevice:
     runs_ahead = True  # a step is planned while the one before it runs
     exit_depths = (0.0, 0.5)  # of every further one there would be as many graphs again
     profiling = Profiling(18.0, ROW_BUCKETS, MIXED_BUCKETS, most_rows=1024, most_context=2**18, most_prompt_rows=4096)
+    speeds = Speeds(3e12, 4e14, layer_seconds=1e-5, host_seconds=1e-4, stop_seconds=None)
 
     @property
     def splits(self) -> tuple[int, ...]:
