@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from faser.policy.acceptance import Acceptance, Calibration
 from faser.policy.base import MOST_LENGTH, BatchView, Outcome
+from faser.policy.evidence import MeasuredGain
 from faser.policy.stopping import Stopping
 from faser.profile import KEPT_UP, Cost
 from faser.types import FloatArray, IntArray
@@ -51,6 +52,7 @@ class Adaptive:
     flutters. If nothing is worth it all lengths are 0 and the draft does not run.
     Where so few decode that a look at the draft's confidence between two of its tokens pays, lengths are as long as
     they may be, and drafts stop where another token would not be worth its cost.
+    Where costs predict steps too poorly to tell whether drafting pays, what was measured decides (evidence.py).
     """
 
     name = "faser"
@@ -61,6 +63,8 @@ class Adaptive:
         self._acceptance = Acceptance(DEPTH)
         self._looked_at = Acceptance(DEPTH)  # of drafts that go on because they look good
         self._calibration = Calibration()
+        self._measured = MeasuredGain()
+        self._plain_seconds: dict[int, float] = {}  # of a step without drafts, by requests, as predicted last
         self._stopping: Stopping | None = None
         self._prompt_rows = self._seconds = 0.0  # of late
         self._beside_prompts = 0.0  # share of steps, of late
@@ -72,6 +76,7 @@ class Adaptive:
             self._acceptance.learn(outcome, depth=1)
             self._looked_at.learn(outcome)
             self._calibration.learn(outcome)
+        self._measured.learn(outcome, self._plain_seconds.get(outcome.slots.size, 0.0))
         kept = math.exp(-outcome.seconds / SPAN)
         self._prompt_rows = kept * self._prompt_rows + outcome.num_prefill_rows
         self._seconds = kept * self._seconds + outcome.seconds
@@ -91,6 +96,7 @@ class Adaptive:
         if is_late[may_draft].all() and not self._catch_up_pays(view, view.cost, may_draft, may_draft):
             return none  # mostly so where many run; what follows takes several times as long
         batch = _Batch(view, view.cost)
+        self._plain_seconds[batch.size] = batch.plain_seconds
         survival = self._survival(view)
         row = batch.row_beside_prompts()
         worth = self._price(batch.plain_seconds / batch.size, row)
@@ -111,6 +117,9 @@ class Adaptive:
         price = self._price(fastest.seconds_per_token, row)
         chosen = steps.most_valuable(price)
         if chosen is None:
+            return none
+        expected_gain = batch.plain_seconds / (batch.size * fastest.seconds_per_token)
+        if not self._measured.allows(batch.size, expected_gain, view.cost.error):
             return none
         if view.cost.stop_seconds is None or not _worth_a_look(view, view.cost, view.cost.stop_seconds):
             return chosen.lengths

@@ -1,0 +1,113 @@
+"""Whether drafting pays, as measured: tokens per second with drafts against without, by the size of the batch.
+
+Knows outcomes of steps and what a step without drafts should take; no lengths. Costs that predict steps poorly cannot
+say whether a small gain is real. Where the expected gain is not larger than their error explains, blocks of steps with
+and without drafts take turns, and the faster way goes on, for longer and longer, until they are compared again.
+"""
+
+from __future__ import annotations
+
+import math
+
+from faser.policy.base import Outcome
+
+BLOCK_STEPS = 4
+MIN_PAIRS, MAX_PAIRS = 2, 8  # of blocks in a comparison
+CERTAIN = 2.0  # standard errors
+LEAST_ERROR = 0.02  # of a mean of log ratios: two blocks may agree by chance
+TRUSTED_ERRORS = 3.0  # an expected gain of this many times the error of predictions needs no comparison
+FIRST_HOLD, LAST_HOLD = 128, 4096  # steps for which a result holds; doubles while it stays the same
+
+
+class MeasuredGain:
+    """Asked before every step whether drafting is allowed, and told what came of it."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, _Comparison] = {}
+
+    def allows(self, num_requests: int, expected_gain: float, error: float) -> bool:
+        """Whether a batch may draft that is expected to be `expected_gain` times as fast with drafts as without.
+
+        `error` is the mean error of predicted seconds, as a share.
+        """
+        return expected_gain > 1 + TRUSTED_ERRORS * error or self._comparison(num_requests).allows
+
+    def learn(self, outcome: Outcome, plain_seconds: float) -> None:
+        """Take in a step. `plain_seconds`: what its batch should take without drafts, so that steps can be compared."""
+        size = int(outcome.slots.size)
+        if outcome.num_prefill_rows or not size or outcome.seconds <= 0 or plain_seconds <= 0:
+            return
+        tokens = 1 + float(outcome.accepted.sum()) / size
+        self._comparison(size).add(bool(outcome.lengths.any()), tokens * plain_seconds, outcome.seconds)
+
+    def _comparison(self, num_requests: int) -> _Comparison:
+        """Batches of 1, of 2 and 3, of 4 to 7 requests, and so on."""
+        return self._sizes.setdefault(num_requests.bit_length(), _Comparison())
+
+
+class _Comparison:
+    """Blocks of steps with and without drafts, in turn, until one is surely faster; then a hold.
+
+    In a block with drafts every step counts, those too in which nobody drafts and those in which drafts catch up.
+    """
+
+    def __init__(self) -> None:
+        self.allows = True  # in the present block, or while the result holds
+        self._pays = True  # the last result
+        self._hold, self._steps_left = FIRST_HOLD, 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._gains: list[float] = []  # log of with over without, of each pair of blocks
+        self._speeds: dict[bool, float] = {}  # of the pair's blocks
+        self._new_block(self._pays)
+
+    def _new_block(self, drafts: bool) -> None:
+        self.allows = drafts
+        self._steps, self._drafted, self._work, self._seconds = 0, 0, 0.0, 0.0
+        # the first step may have been planned before, and makes up for what the block before did not draft
+        self._skips = True
+
+    def add(self, drafted: bool, work: float, seconds: float) -> None:
+        """A step that did this much work, in seconds that it should have taken without drafts."""
+        if self._steps_left > 0:
+            self._steps_left -= 1
+            if not self._steps_left:
+                self._begin()
+            return
+        if self._skips:
+            self._skips = False
+            return
+        self._steps, self._work, self._seconds = self._steps + 1, self._work + work, self._seconds + seconds
+        self._drafted += drafted
+        if self._steps == BLOCK_STEPS:
+            self._end_block()
+
+    def _end_block(self) -> None:
+        if self.allows and 2 * self._drafted < self._steps:
+            self._new_block(True)  # nobody wanted to draft: there is nothing to compare
+            return
+        self._speeds[self.allows] = self._work / self._seconds
+        if len(self._speeds) < 2:
+            self._new_block(not self.allows)
+            return
+        self._gains.append(math.log(self._speeds[True] / self._speeds[False]))
+        self._speeds = {}
+        if self._is_decided():
+            self._conclude()
+        else:
+            self._new_block(self.allows)  # with without without with
+
+    def _is_decided(self) -> bool:
+        count = len(self._gains)
+        if count < MIN_PAIRS:
+            return False
+        mean = sum(self._gains) / count
+        variance = sum((gain - mean) ** 2 for gain in self._gains) / (count - 1)
+        return count >= MAX_PAIRS or abs(mean) > CERTAIN * max(LEAST_ERROR, math.sqrt(variance / count))
+
+    def _conclude(self) -> None:
+        pays = sum(self._gains) > 0
+        self._hold = min(LAST_HOLD, 2 * self._hold) if pays == self._pays else FIRST_HOLD
+        self._pays = self.allows = pays
+        self._steps_left = self._hold

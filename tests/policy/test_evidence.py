@@ -1,0 +1,76 @@
+"""What was measured decides where costs cannot."""
+
+import numpy as np
+import pytest
+
+from faser.policy.base import Outcome
+from faser.policy.evidence import FIRST_HOLD, MeasuredGain
+
+PLAIN = 0.05  # seconds of a step without drafts
+
+
+class Traffic:
+    """A batch whose drafts make it `gain` times as fast, with noisy steps; it notes who was allowed to draft."""
+
+    def __init__(self, gain: float, noise: float = 0.0, size: int = 4) -> None:
+        self.gain, self.noise, self.size = gain, noise, size
+        self.measured = MeasuredGain()
+        self.random = np.random.default_rng(0)
+        self.drafted: list[bool] = []
+
+    def run(self, steps: int, expected: float = 1.05, error: float = 0.1) -> None:
+        for _ in range(steps):
+            drafts = self.measured.allows(self.size, expected, error)
+            self.drafted.append(drafts)
+            tokens = 2 if drafts else 1
+            seconds = PLAIN * (2 / self.gain if drafts else 1) * np.exp(self.noise * self.random.normal())
+            self.measured.learn(self.outcome(drafts, tokens, float(seconds)), PLAIN)
+
+    def outcome(self, drafts: bool, tokens: int, seconds: float, prompts: int = 0) -> Outcome:
+        each = np.ones(self.size, dtype=np.int64)
+        return Outcome(np.arange(self.size), drafts * each, (tokens - 1) * each, each, prompts, seconds)
+
+
+@pytest.mark.parametrize("gain", [0.8, 0.9])
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_drafts_that_lose_are_soon_given_up_and_rarely_tried(gain, noise):
+    traffic = Traffic(gain, noise)
+    traffic.run(2000)
+    assert np.mean(traffic.drafted) < 0.08
+    assert any(traffic.drafted[1000:]), "it is never tried again"
+
+
+@pytest.mark.parametrize("gain", [1.1, 1.3])
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_drafts_that_gain_go_on(gain, noise):
+    traffic = Traffic(gain, noise)
+    traffic.run(2000)
+    assert np.mean(traffic.drafted) > 0.92
+
+
+def test_a_gain_beyond_all_error_needs_no_comparison():
+    traffic = Traffic(1.8)
+    traffic.run(500, expected=1.7, error=0.05)
+    assert all(traffic.drafted)
+
+
+def test_a_machine_that_changes_is_noticed():
+    traffic = Traffic(0.8)
+    traffic.run(100)
+    traffic.gain = 1.3
+    traffic.run(3 * FIRST_HOLD)
+    assert traffic.drafted[-1]
+
+
+def test_batches_of_other_sizes_are_compared_on_their_own():
+    traffic = Traffic(0.8, size=16)
+    traffic.run(200)
+    assert not traffic.measured.allows(16, 1.05, 0.1)
+    assert traffic.measured.allows(1, 1.05, 0.1)
+
+
+def test_steps_with_prompts_say_nothing():
+    traffic = Traffic(1.0)
+    for _ in range(100):
+        traffic.measured.learn(traffic.outcome(True, 1, 100 * PLAIN, prompts=64), PLAIN)
+    assert traffic.measured.allows(4, 1.05, 0.1)
