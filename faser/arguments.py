@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from faser.config import ServerOptions
@@ -23,6 +24,47 @@ FILE_DESTINATIONS = (
     "model", "draft", "chat_template", "trace", "workload", "save_workload", "prompts", "out", "report",
     "profile",
 )  # fmt: skip
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that reports an error in one line, without the usage, and exits with status 2."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuse unknown arguments here: a command's own parser knows which --help to name."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unknown argument {' '.join(unknown)}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"faser: {_plain_error(message)}; {self.prog} --help lists the options\n")
+
+
+_EXPECTED = {"int": "a whole number", "float": "a number", "port": "a port from 0 (any free one) to 65535"}
+
+
+def _plain_error(message: str) -> str:
+    """argparse's message, rewritten as option, given value and what was expected."""
+    message = " ".join(message.split())
+    if found := re.fullmatch(r"argument (.+?): invalid (\w+) value: (['\"])(.*)\3", message):
+        option, kind, _, given = found.groups()
+        return f"{option} {given}: expected {_EXPECTED.get(kind, kind)}"
+    if found := re.fullmatch(r"argument (.+?): invalid choice: (['\"])(.*)\2 \(choose from (.*)\)", message):
+        option, _, given, choices = found.groups()
+        return f"{option} {given}: expected one of {choices.replace(chr(39), '')}"
+    if found := re.fullmatch(r"argument (.+?): expected (.*)", message):
+        return f"{found[1]}: expected {found[2].replace('argument', 'value')}"
+    return message.replace("the following arguments are required:", "missing")
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise ValueError(text)
+    return value
+
+
+_port.__name__ = "port"  # argparse names the type in its message
 
 
 def add_debug(parser: argparse.ArgumentParser, default: Any = argparse.SUPPRESS) -> None:
@@ -170,7 +212,7 @@ def chat_template_text(args: argparse.Namespace) -> str | None:
 def add_server(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine only; 0.0.0.0 is all")
-    server.add_argument("--port", type=int, default=8000, metavar="N", help="default: 8000; 0 is any free one")
+    server.add_argument("--port", type=_port, default=8000, metavar="N", help="default: 8000; 0 is any free one")
     server.add_argument("--served-model-name", metavar="NAME", help="what clients call the model; default: its own")
     server.add_argument(
         "--api-key", action="append", default=[], metavar="KEY",

@@ -72,7 +72,7 @@ def _discard_output() -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="faser", description="Speculative decoding that never changes the output.")
+    parser = arguments.Parser(prog="faser", description="Speculative decoding that never changes the output.")
     parser.add_argument("--version", action=_Version, help="print the version and leave")
     arguments.add_debug(parser, default=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
