@@ -84,7 +84,9 @@ def _add_engine_sizes(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
     engine = parser.add_argument_group("engine")
     engine.add_argument("--model", help="Hugging Face folder, hub name or GGUF file; default: SmolLM2-135M-Instruct")
     engine.add_argument(
-        "--draft", help="likewise, or a draft patch, or ngram (prompt lookup); default: the default model's"
+        "--draft",
+        help="folder, hub name, GGUF file, draft patch, ngram (prompt lookup) or none; "
+        "default: the default model's own, none for other models",
     )
     engine.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu or cuda")
     engine.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")

@@ -11,6 +11,7 @@ from faser.policy.early_exit import MODES as EARLY_EXIT
 from faser.policy.overlap import MODES as OVERLAP
 
 NGRAM = "ngram"
+NO_DRAFT = "none"  # no draft, where None means the default one; a folder of that name is ./none
 DEFAULT_POLICY = "faser"  # with a draft
 DTYPES = ("auto", *model_config.DTYPES)
 DEVICES = ("auto", "cpu", "cuda")

@@ -44,8 +44,9 @@ class LLM:
     """A model, or a pair, ready to generate.
 
     model: a Hugging Face folder, a hub name, a GGUF file, or a model in memory; None is the default pair. draft:
-    likewise, or a patch made by tools/distill.py, or "ngram" (prompt lookup, no model), or None. policy: a name of
-    faser/policy ("faser", "off", "fixed:K", …), or a Policy; None is "faser" with a draft and "off" without.
+    the same kinds of model, or a patch made by tools/distill.py, or "ngram" (prompt lookup, no model), or "none"; None
+    is the default model's own draft, and no draft for other models. policy: a name of faser/policy ("faser", "off",
+    "fixed:K", …), or a Policy; None is "faser" with a draft and "off" without.
     chat_template: one, or its text; None is the model's own. `sizes` are the further fields of
     faser.config.EngineOptions. The output never depends on draft, policy or sizes.
     """

@@ -14,7 +14,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from faser.config import NGRAM, EngineOptions
+from faser.config import NGRAM, NO_DRAFT, EngineOptions
 from faser.engine import Engine, Executor
 from faser.errors import ConfigError, ModelError
 from faser.grammar import shared_compiler
@@ -55,10 +55,12 @@ class LoadedPair:
 def load_pair(model: str | Transformer | None, draft: Draft, options: EngineOptions) -> LoadedPair:
     """A target and its draft: found, checked, loaded. Models in memory are taken as they are.
 
-    Naming no model means the default pair; then the draft may still be another.
+    Naming no model means the default pair; then the draft may still be another, or NO_DRAFT.
     """
     if model is None and draft is None:
         draft = str(DEFAULT_DRAFT)
+    if draft == NO_DRAFT:
+        draft = None
     options.make_policy(has_draft=draft is not None)
     _given_profile(options)
     if isinstance(model, Transformer):

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
-from faser.config import NGRAM, EngineOptions
+from faser.config import NGRAM, NO_DRAFT, EngineOptions
 from faser.engine import Engine
 from faser.errors import ConfigError, InvalidRequest
 from faser.grammar import ANY_OBJECT, shared_compiler
@@ -78,6 +78,8 @@ def _model_name(model: str | None) -> str:
 
 
 def _draft_name(start: Start) -> str | None:
+    if start.draft == NO_DRAFT:
+        return None
     if start.draft is not None:
         return start.draft if start.draft == NGRAM else _model_name(start.draft)
     return DEFAULT_DRAFT.stem if start.model is None else None
@@ -92,10 +94,8 @@ def _reasons(start: Start, options: EngineOptions, device: str) -> dict[str, str
     """Why each thing was chosen, for the lines printed at start-up."""
     if options.policy is not None:
         policy = "as asked"
-    elif start.model is None or start.draft is not None:
-        policy = "the default with a draft"
     else:
-        policy = "no draft was named"
+        policy = "the default without a draft" if _draft_name(start) is None else "the default with a draft"
     sized = options.kv_memory is not None or options.num_pages is not None
     return {
         "device": why_device(options.device),

@@ -63,6 +63,12 @@ def test_the_default_pair_writes_what_its_target_writes_alone(default_pair):
     assert [output.text for output in outputs] == [output.text for output in right]
 
 
+def test_the_draft_none_leaves_the_default_model_alone():
+    with LLM(draft="none", max_model_len=512) as plain:
+        assert plain.engine.scheduler.policy.name == "off"
+        assert plain.engine.scheduler.draft_pages is None
+
+
 @pytest.fixture(scope="module")
 def right(adaptive_pair):
     assert adaptive_pair._engine.scheduler.policy.name == "faser", "the default with a draft"
