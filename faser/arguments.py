@@ -101,8 +101,9 @@ def _add_engine_sizes(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
     )
     engine.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens in one KV page")
     engine.add_argument(
-        "--kv-memory", type=float, metavar="GIB", help="KV pages of both models; default: the device's choice"
-    )
+        "--kv-memory", type=float, metavar="GIB",
+        help="KV pages of both models, enough for a request of 256 tokens; default: the device's choice",
+    )  # fmt: skip
     return engine
 
 

@@ -64,6 +64,8 @@ def test_generate_gives_the_same_json_with_and_without_drafts(model, capsys, mon
         (["--max-tokens", "500"], "the model takes 64"),
         (["--model", "nowhere/at/all"], "no such folder"),
         (["--device", "abacus"], "abacus"),
+        (["--kv-memory", "1000000"], "kv_memory of 1e+06 GiB: there is room for at most"),
+        (["--kv-memory", "1e-9"], "too few for a request of 64; give at least 0.001 GiB"),
     ],
 )
 def test_an_error_is_one_line_with_the_reason(model, capsys, wrong, says):
@@ -72,6 +74,21 @@ def test_an_error_is_one_line_with_the_reason(model, capsys, wrong, says):
     assert captured.out == ""
     assert says in captured.err
     assert len(captured.err.splitlines()) == 1
+
+
+def test_the_least_kv_memory_an_error_names_is_enough(model, capsys):
+    given = ["generate", "x", *model, "--max-tokens", "4", "--kv-memory"]
+    assert main([*given, "1e-9"]) == 1
+    least = capsys.readouterr().err.split("give at least ")[1].split()[0]
+    assert main([*given, least]) == 0
+
+
+@pytest.mark.parametrize("size", ["1000000", "1e-9"])
+def test_kv_memory_is_checked_before_weights_are_read(folder, tmp_path, capsys, size):
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(folder / name, tmp_path)
+    assert main(["generate", "x", "--model", str(tmp_path), "--kv-memory", size]) == 1
+    assert capsys.readouterr().err.startswith("faser: kv_memory of")
 
 
 def test_debug_before_or_after_the_command_shows_where_an_error_was_raised(model):

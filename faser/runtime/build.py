@@ -30,7 +30,7 @@ from faser.profile import Profile, ProfiledCost
 from faser.progress import progress_bar
 from faser.runtime import saved_profiles
 from faser.runtime.device import Device, Parts, make_device
-from faser.runtime.kv_cache import fitting_pages
+from faser.runtime.kv_cache import fitting_pages, require_room
 from faser.runtime.profiler import Subject, measure
 from faser.runtime.sampling import Sampler
 from faser.scheduler import Limits, Scheduler
@@ -79,12 +79,14 @@ def load_pair(model: str | Transformer | None, draft: Draft, options: EngineOpti
 def _load_sources(model: str | None, draft: str | None, options: EngineOptions) -> LoadedPair:
     source = open_target(model)
     draft_source = open_draft(draft, source) if draft is not None and draft != NGRAM else None
-    _max_model_len(options, source.config.max_positions)
+    max_model_len = _max_model_len(options, source.config.max_positions)
     device = make_device(options.device)
+    require_room(options.kv_memory, device.memory)
     configs = [source.config] + ([draft_source.config] if draft_source is not None else [])
     budget = options.kv_memory or device.default_kv_memory()
     if budget is not None and options.num_pages is None:
-        fitting_pages(budget, [(c, _dtype(options, c, device)) for c in configs], options.page_size)
+        models = [(c, _dtype(options, c, device)) for c in configs]
+        fitting_pages(budget, models, options.page_size, max_model_len)
     tokenizer = source.tokenizer()
     target = _load("target", source, options, device)
     if draft_source is None:
