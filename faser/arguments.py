@@ -219,8 +219,10 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--served-model-name", metavar="NAME", help="what clients call the model; default: its own")
     server.add_argument(
         "--api-key", action="append", default=[], metavar="KEY",
-        help=f"ask clients for it; may be given several times. {API_KEY_VARIABLE} keeps it out of the process list",
+        help=f"ask clients for it, on all paths but /health; may be given several times. {API_KEY_VARIABLE} keeps it "
+        "out of the process list",
     )  # fmt: skip
+    server.add_argument("--open-metrics", action="store_true", help="with a key: serve /metrics without it")
     server.add_argument("--max-waiting", type=int, default=256, metavar="N", help="requests that queue; default: 256")
     server.add_argument("--max-body-size", type=float, default=8.0, metavar="MIB", help="of one request; default: 8")
     server.add_argument("--max-prompt-tokens", type=int, metavar="N", help="default: what the model takes")
@@ -254,6 +256,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         port=args.port,
         served_model_name=args.served_model_name,
         api_keys=(*args.api_key, *([key] if key else [])),
+        open_metrics=args.open_metrics,
         max_waiting=args.max_waiting,
         max_body_size=_num_bytes("--max-body-size", args.max_body_size, 2**20),
         max_prompt_tokens=args.max_prompt_tokens,

@@ -86,6 +86,7 @@ class ServerOptions:
     port: int = 8000  # 0: any free one
     served_model_name: str | None = None  # None: from the model's own name
     api_keys: tuple[str, ...] = ()  # none: open to whoever reaches the port
+    open_metrics: bool = False  # /metrics needs no key
     max_waiting: int = 256  # requests beyond those that run; a further one is answered 503
     max_body_size: int = 8 * 2**20  # bytes
     max_prompt_tokens: int | None = None  # None: what the model takes

@@ -265,8 +265,8 @@ def test_serve_takes_every_option_of_server_and_engine(served, monkeypatch, tmp_
     monkeypatch.setenv(arguments.API_KEY_VARIABLE, "from-the-environment")
     given = (
         "--model m --draft ngram --policy fixed:2 --max-running 7 --host 0.0.0.0 --port 0 --served-model-name name "
-        "--api-key one --api-key two --max-waiting 9 --max-body-size 0.5 --max-prompt-tokens 11 --cors-origin http://a "
-        "--cors-origin http://b --grace 1.5 --on-engine-failure exit --log-level error"
+        "--api-key one --api-key two --open-metrics --max-waiting 9 --max-body-size 0.5 --max-prompt-tokens 11 "
+        "--cors-origin http://a --cors-origin http://b --grace 1.5 --on-engine-failure exit --log-level error"
     )
     main(["serve", *given.split(), "--chat-template", str(template)])
     assert served == [
@@ -278,6 +278,7 @@ def test_serve_takes_every_option_of_server_and_engine(served, monkeypatch, tmp_
             port=0,
             served_model_name="name",
             api_keys=("one", "two", "from-the-environment"),
+            open_metrics=True,
             max_waiting=9,
             max_body_size=2**19,
             max_prompt_tokens=11,

@@ -297,8 +297,14 @@ def test_keys_limits_and_cors_are_enforced(paced):
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
             status, answer = server.post("/v1/completions", body, headers)
             assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
-        assert server.get("/v1/models")[0] == 401
+        for path in ("/v1/models", "/metrics", "/dashboard/data", "/openapi.json", "/docs", "/health/x"):
+            assert server.get(path)[0] == 401, path
+            assert server.get(path, {"Authorization": "Bearer wrong"})[0] == 401, path
+        for path in ("/metrics", "/dashboard/data", "/openapi.json"):
+            assert server.get(path, {"Authorization": "Bearer other"})[0] == 200, path
         assert server.get("/health")[0] == 200, "probes need no key"
+        for path in ("/dashboard", "/dashboard/", "/"):
+            assert server.get(path)[0] == 200, "the page asks for the key"
         for key in ("secret", "other"):
             assert server.post("/v1/completions", body, {"Authorization": f"Bearer {key}"})[0] == 200
 
@@ -311,6 +317,18 @@ def test_keys_limits_and_cors_are_enforced(paced):
         request = urllib.request.Request(server.url + "/health", headers={"Origin": "https://example.org"})
         with urllib.request.urlopen(request) as response:
             assert response.headers["access-control-allow-origin"] == "https://example.org"
+
+
+def test_metrics_can_be_left_open_beside_a_key(paced):
+    with paced("--api-key", "secret", "--open-metrics") as server:
+        assert server.get("/metrics")[0] == 200
+        assert server.get("/dashboard/data")[0] == 401
+
+
+def test_the_root_leads_to_the_dashboard(server):
+    with urllib.request.urlopen(server.url) as response:
+        assert response.url == f"{server.url}/dashboard"
+        assert response.headers["content-type"].startswith("text/html")
 
 
 def test_cors_is_off_by_default(server):
