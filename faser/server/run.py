@@ -20,6 +20,7 @@ from time import monotonic
 
 import uvicorn
 
+from faser.arguments import API_KEY_VARIABLE
 from faser.config import ServerOptions
 from faser.errors import ConfigError, EngineError
 from faser.server.app import Api
@@ -30,6 +31,7 @@ from faser.server.messages import About
 
 log = logging.getLogger("faser.server")
 
+EXAMPLE_QUESTION = "Say hello"
 _POLL_SECONDS = 0.05
 _BACKLOG = 2048
 _LAST_WORDS_SECONDS = 2  # for answers already on their way when the grace is over
@@ -174,18 +176,26 @@ def announcement(about: About, options: ServerOptions, host: str, port: int) -> 
 
 
 def _examples(about: About, options: ServerOptions, url: str) -> list[str]:
-    """One for the shell and one for Python, which needs `pip install openai`."""
-    key = ' -H "Authorization: Bearer $FASER_API_KEY"' if options.api_keys else ""
-    api_key = '__import__("os").environ["FASER_API_KEY"]' if options.api_keys else '"none"'
+    """One for the shell and one for Python, which needs `pip install openai`. The key itself is never shown."""
+    key, api_key, lines = "", '"none"', []
+    if options.api_keys:
+        key = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"'
+        api_key = f'__import__("os").environ["{API_KEY_VARIABLE}"]'
+        lines = [
+            f"The examples need a key of this server: put it in place of YOUR_KEY, or set {API_KEY_VARIABLE} before.",
+            "",
+            f"[ \"${API_KEY_VARIABLE}\" ] || export {API_KEY_VARIABLE}='YOUR_KEY'",
+        ]
     if about.chat_template is not None:
         path, method, found = "chat/completions", "chat.completions", "message.content"
-        question: dict[str, object] = {"messages": [{"role": "user", "content": "Say hello"}]}
+        question: dict[str, object] = {"messages": [{"role": "user", "content": EXAMPLE_QUESTION}]}
     else:
         path, method, found = "completions", "completions", "text"
         question = {"prompt": "Once upon a time"}
     request = {"model": about.model, **question, "max_tokens": 32}
     arguments = ", ".join(f"{name}={value!r}" for name, value in request.items())
     return [
+        *lines,
         f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(request))}",
         "",
         "from openai import OpenAI",
