@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -155,41 +156,57 @@ def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def add_sampling(parser: argparse.ArgumentParser, max_tokens: int, temperature: float, top_p: float) -> None:
+def add_generation_config(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    parser.add_argument(
+        "--generation-config", choices=("auto", "none"), default="auto",
+        help="sampling defaults: of the model's generation_config.json (auto, the default), or not (none)",
+    )  # fmt: skip
+
+
+# For fields that neither the command line nor the model's generation_config.json gives.
+CHAT_SAMPLING: dict[str, Any] = {"max_tokens": 512, "temperature": 0.3, "top_p": 0.9}
+GENERATE_SAMPLING: dict[str, Any] = {"max_tokens": 64, "temperature": 0.0, "top_p": 1.0}
+
+
+def add_sampling(parser: argparse.ArgumentParser, fallback: dict[str, Any]) -> None:
+    def default(name: str) -> str:
+        return f"default: the model's, else {fallback[name]:g}"
+
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=f"default: {max_tokens}")
+    add_generation_config(sampling)
+    sampling.add_argument("--max-tokens", type=int, metavar="N", help=default("max_tokens"))
     sampling.add_argument("--min-tokens", type=int, default=0, metavar="N")
-    sampling.add_argument(
-        "--temperature", type=float, default=temperature, metavar="T", help=f"0 is greedy; default: {temperature:g}"
-    )
-    sampling.add_argument("--top-p", type=float, default=top_p, metavar="P", help=f"1 keeps all; default: {top_p:g}")
-    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="0 keeps all (default)")
-    sampling.add_argument("--min-p", type=float, default=0.0, metavar="P")
+    sampling.add_argument("--temperature", type=float, metavar="T", help=f"0 is greedy; {default('temperature')}")
+    sampling.add_argument("--top-p", type=float, metavar="P", help=f"1 keeps all; {default('top_p')}")
+    sampling.add_argument("--top-k", type=int, metavar="K", help="0 keeps all; default: the model's, else 0")
+    sampling.add_argument("--min-p", type=float, metavar="P", help="0 keeps all; default: the model's, else 0")
     sampling.add_argument("--seed", type=int, help="same prompt, parameters and seed give the same text")
     sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="may be given several times")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on past the model's end token")
     sampling.add_argument("--presence-penalty", type=float, default=0.0, metavar="X")
     sampling.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X")
-    sampling.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X")
+    sampling.add_argument(
+        "--repetition-penalty", type=float, metavar="X", help="1 is none; default: the model's, else 1"
+    )
     sampling.add_argument("--max-draft", type=int, metavar="K", help="cap the draft length; 0 switches speculation off")
 
 
-def sampling_params(args: argparse.Namespace, logprobs: int | None = None) -> SamplingParams:
+def sampling_params(
+    args: argparse.Namespace, defaults: Mapping[str, Any], logprobs: int | None = None
+) -> SamplingParams:
+    """The options given; for those that are not, `defaults`."""
     from faser.types import SamplingParams
 
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return SamplingParams(
-        max_tokens=args.max_tokens,
+        **{**defaults, **given},
         min_tokens=args.min_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
         seed=args.seed,
         stop=args.stop,
         ignore_eos=args.ignore_eos,
         presence_penalty=args.presence_penalty,
         frequency_penalty=args.frequency_penalty,
-        repetition_penalty=args.repetition_penalty,
         logprobs=logprobs,
         max_draft=args.max_draft,
     )
@@ -242,6 +259,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
         "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="default: info"
     )
     add_chat_template(parser)
+    add_generation_config(parser)
 
 
 def server_options(args: argparse.Namespace) -> ServerOptions:
@@ -265,6 +283,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         on_engine_failure=args.on_engine_failure,
         engine_timeout=args.engine_timeout,
         chat_template=chat_template_text(args),
+        generation_config=args.generation_config,
         log_level=args.log_level,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from faser import generation
 from faser.errors import ConfigError
 from faser.models import config as model_config
 from faser.policy import Policy, make_policy
@@ -95,10 +96,12 @@ class ServerOptions:
     on_engine_failure: str = "restart"
     engine_timeout: float = 300.0  # seconds an engine with open requests may be silent before it is taken to be hung
     chat_template: str | None = None  # the text of a Jinja template instead of the model's own
+    generation_config: str = "auto"  # sampling defaults: auto takes the model's generation_config.json, none does not
     log_level: str = "info"
     engine_factory: str = "faser.server.load:load"  # module:function in the engine's process, for benchmarks and tests
 
     def __post_init__(self) -> None:
+        generation.check_mode(self.generation_config)
         expected = {
             "port": (0 <= self.port <= 65535, "a port from 0 (any free one) to 65535"),
             "max_waiting": (self.max_waiting >= 0, "an integer of at least 0"),

@@ -266,7 +266,8 @@ def test_serve_takes_every_option_of_server_and_engine(served, monkeypatch, tmp_
     given = (
         "--model m --draft ngram --policy fixed:2 --max-running 7 --host 0.0.0.0 --port 0 --served-model-name name "
         "--api-key one --api-key two --open-metrics --max-waiting 9 --max-body-size 0.5 --max-prompt-tokens 11 "
-        "--cors-origin http://a --cors-origin http://b --grace 1.5 --on-engine-failure exit --log-level error"
+        "--cors-origin http://a --cors-origin http://b --grace 1.5 --on-engine-failure exit --log-level error "
+        "--generation-config none"
     )
     main(["serve", *given.split(), "--chat-template", str(template)])
     assert served == [
@@ -286,6 +287,7 @@ def test_serve_takes_every_option_of_server_and_engine(served, monkeypatch, tmp_
             grace=1.5,
             on_engine_failure="exit",
             chat_template="{{ messages }}",
+            generation_config="none",
             log_level="error",
         )
     ]
@@ -304,7 +306,7 @@ def test_a_wrong_option_of_serve_is_refused(served, capsys):
 
 def test_the_defaults_of_generate_are_those_of_the_classes():
     args = cli.make_parser().parse_args(["generate", "x"])
-    assert arguments.sampling_params(args) == SamplingParams()
+    assert arguments.sampling_params(args, arguments.GENERATE_SAMPLING) == SamplingParams()
     assert EngineOptions(**arguments.engine_fields(args)) == EngineOptions()
 
 

@@ -15,6 +15,7 @@ from faser.errors import ConfigError, ModelError
 from faser.models import draft as patches
 from faser.models import gguf, source
 from faser.policy import POLICIES, make_policy
+from faser.server.run import EXAMPLE_QUESTION
 from tests.models.reference import SIZES, save_hf
 from tests.policy.profiles import H200
 
@@ -174,3 +175,11 @@ def test_the_default_pair_answers_messages(default_pair):
         [{"role": "user", "content": "What is the capital of France?"}], SamplingParams(max_tokens=24)
     )
     assert "Paris" in output.text
+
+
+def test_the_printed_example_gets_a_sensible_answer_as_the_default_model_recommends(default_pair):
+    assert (default_pair.default_params.temperature, default_pair.default_params.top_p) == (0.2, 0.9)
+    for seed in range(3):
+        params = replace(default_pair.default_params, seed=seed)
+        output = default_pair.chat([{"role": "user", "content": EXAMPLE_QUESTION}], params)
+        assert all(color in output.text for color in ("Red", "Blue", "Yellow")), output.text

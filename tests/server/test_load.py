@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from faser.server.messages import About, Start
 
 
 def about(model: str | None, draft: str | None, **engine: Any) -> About:
-    served = load(Start(model, draft, {"max_model_len": 64, **engine}, None, None, "info"))
+    mode = engine.pop("generation_config", "auto")
+    served = load(Start(model, draft, {"max_model_len": 64, **engine}, None, None, "info", mode))
     served.engine.close()
     return served.about
 
@@ -27,6 +29,16 @@ def test_a_model_other_than_the_default_has_no_draft_unless_one_is_named(folder)
     found = about(str(folder), None)
     assert (found.draft, found.policy) == (None, "off")
     assert (found.reasons["draft"], found.reasons["policy"]) == ("none named", "the default without a draft")
+
+
+def test_the_sampling_defaults_are_those_of_the_file_with_its_name_or_none(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 2, "temperature": 0.5, "max_new_tokens": 7}')
+    found = about(str(tmp_path), None)
+    assert found.sampling == {"temperature": 0.5, "max_tokens": 7}
+    assert found.reasons["sampling"] == str(tmp_path / "generation_config.json")
+    found = about(str(tmp_path), None, generation_config="none")
+    assert (found.sampling, found.reasons["sampling"]) == ({}, "--generation-config none")
 
 
 def test_a_policy_that_speculates_is_refused_without_a_draft(folder):
