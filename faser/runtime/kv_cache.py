@@ -47,7 +47,7 @@ def require_useful(budget: int, page_bytes: int, page_size: int, num_pages: int,
     if budget < least:
         held = max(0, budget - aside) // page_bytes * page_size
         raise ConfigError(
-            f"kv_memory of {budget / GIB:.6g} GiB holds {held} tokens, too few for a request of "
+            f"kv_memory of {budget / GIB:.4g} GiB holds {held} tokens, too few for a request of "
             f"{num_pages * page_size}; give at least {math.ceil(least / GIB * 1000) / 1000:g} GiB"
         )
 
@@ -56,7 +56,7 @@ def require_room(asked: int | None, room: int) -> None:
     """Refuse bytes for KV pages that the device does not have."""
     if asked is not None and asked > room:
         raise ConfigError(
-            f"kv_memory of {asked / GIB:.6g} GiB: there is room for at most {max(0, room) / GIB:.1f} GiB; "
+            f"kv_memory of {asked / GIB:.4g} GiB: there is room for at most {max(0, room) / GIB:.1f} GiB; "
             "give less, or leave it out for the device's choice"
         )
 
