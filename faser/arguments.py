@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from faser.config import ServerOptions
@@ -23,6 +25,47 @@ FILE_DESTINATIONS = (
     "model", "draft", "chat_template", "trace", "workload", "save_workload", "prompts", "out", "report",
     "profile",
 )  # fmt: skip
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that reports an error in one line, without the usage, and exits with status 2."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuse unknown arguments here: a command's own parser knows which --help to name."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unknown argument {' '.join(unknown)}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"faser: {_plain_error(message)}; {self.prog} --help lists the options\n")
+
+
+_EXPECTED = {"int": "a whole number", "float": "a number", "port": "a port from 0 (any free one) to 65535"}
+
+
+def _plain_error(message: str) -> str:
+    """argparse's message, rewritten as option, given value and what was expected."""
+    message = " ".join(message.split())
+    if found := re.fullmatch(r"argument (.+?): invalid (\w+) value: (['\"])(.*)\3", message):
+        option, kind, _, given = found.groups()
+        return f"{option} {given}: expected {_EXPECTED.get(kind, kind)}"
+    if found := re.fullmatch(r"argument (.+?): invalid choice: (['\"])(.*)\2 \(choose from (.*)\)", message):
+        option, _, given, choices = found.groups()
+        return f"{option} {given}: expected one of {choices.replace(chr(39), '')}"
+    if found := re.fullmatch(r"argument (.+?): expected (.*)", message):
+        return f"{found[1]}: expected {found[2].replace('argument', 'value')}"
+    return message.replace("the following arguments are required:", "missing")
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise ValueError(text)
+    return value
+
+
+_port.__name__ = "port"  # argparse names the type in its message
 
 
 def add_debug(parser: argparse.ArgumentParser, default: Any = argparse.SUPPRESS) -> None:
@@ -42,7 +85,9 @@ def _add_engine_sizes(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
     engine = parser.add_argument_group("engine")
     engine.add_argument("--model", help="Hugging Face folder, hub name or GGUF file; default: SmolLM2-135M-Instruct")
     engine.add_argument(
-        "--draft", help="likewise, or a draft patch, or ngram (prompt lookup); default: the default model's"
+        "--draft",
+        help="folder, hub name, GGUF file, draft patch, ngram (prompt lookup) or none; "
+        "default: the default model's own, none for other models",
     )
     engine.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu or cuda")
     engine.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
@@ -57,8 +102,9 @@ def _add_engine_sizes(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
     )
     engine.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens in one KV page")
     engine.add_argument(
-        "--kv-memory", type=float, metavar="GIB", help="KV pages of both models; default: the device's choice"
-    )
+        "--kv-memory", type=float, metavar="GIB",
+        help="KV pages of both models, enough for a request of 256 tokens; default: the device's choice",
+    )  # fmt: skip
     return engine
 
 
@@ -110,41 +156,57 @@ def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def add_sampling(parser: argparse.ArgumentParser, max_tokens: int, temperature: float, top_p: float) -> None:
+def add_generation_config(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    parser.add_argument(
+        "--generation-config", choices=("auto", "none"), default="auto",
+        help="sampling defaults: of the model's generation_config.json (auto, the default), or not (none)",
+    )  # fmt: skip
+
+
+# For fields that neither the command line nor the model's generation_config.json gives.
+CHAT_SAMPLING: dict[str, Any] = {"max_tokens": 512, "temperature": 0.3, "top_p": 0.9}
+GENERATE_SAMPLING: dict[str, Any] = {"max_tokens": 64, "temperature": 0.0, "top_p": 1.0}
+
+
+def add_sampling(parser: argparse.ArgumentParser, fallback: dict[str, Any]) -> None:
+    def default(name: str) -> str:
+        return f"default: the model's, else {fallback[name]:g}"
+
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=f"default: {max_tokens}")
+    add_generation_config(sampling)
+    sampling.add_argument("--max-tokens", type=int, metavar="N", help=default("max_tokens"))
     sampling.add_argument("--min-tokens", type=int, default=0, metavar="N")
-    sampling.add_argument(
-        "--temperature", type=float, default=temperature, metavar="T", help=f"0 is greedy; default: {temperature:g}"
-    )
-    sampling.add_argument("--top-p", type=float, default=top_p, metavar="P", help=f"1 keeps all; default: {top_p:g}")
-    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="0 keeps all (default)")
-    sampling.add_argument("--min-p", type=float, default=0.0, metavar="P")
+    sampling.add_argument("--temperature", type=float, metavar="T", help=f"0 is greedy; {default('temperature')}")
+    sampling.add_argument("--top-p", type=float, metavar="P", help=f"1 keeps all; {default('top_p')}")
+    sampling.add_argument("--top-k", type=int, metavar="K", help="0 keeps all; default: the model's, else 0")
+    sampling.add_argument("--min-p", type=float, metavar="P", help="0 keeps all; default: the model's, else 0")
     sampling.add_argument("--seed", type=int, help="same prompt, parameters and seed give the same text")
     sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="may be given several times")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on past the model's end token")
     sampling.add_argument("--presence-penalty", type=float, default=0.0, metavar="X")
     sampling.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X")
-    sampling.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X")
+    sampling.add_argument(
+        "--repetition-penalty", type=float, metavar="X", help="1 is none; default: the model's, else 1"
+    )
     sampling.add_argument("--max-draft", type=int, metavar="K", help="cap the draft length; 0 switches speculation off")
 
 
-def sampling_params(args: argparse.Namespace, logprobs: int | None = None) -> SamplingParams:
+def sampling_params(
+    args: argparse.Namespace, defaults: Mapping[str, Any], logprobs: int | None = None
+) -> SamplingParams:
+    """The options given; for those that are not, `defaults`."""
     from faser.types import SamplingParams
 
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return SamplingParams(
-        max_tokens=args.max_tokens,
+        **{**defaults, **given},
         min_tokens=args.min_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
         seed=args.seed,
         stop=args.stop,
         ignore_eos=args.ignore_eos,
         presence_penalty=args.presence_penalty,
         frequency_penalty=args.frequency_penalty,
-        repetition_penalty=args.repetition_penalty,
         logprobs=logprobs,
         max_draft=args.max_draft,
     )
@@ -170,12 +232,14 @@ def chat_template_text(args: argparse.Namespace) -> str | None:
 def add_server(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine only; 0.0.0.0 is all")
-    server.add_argument("--port", type=int, default=8000, metavar="N", help="default: 8000; 0 is any free one")
+    server.add_argument("--port", type=_port, default=8000, metavar="N", help="default: 8000; 0 is any free one")
     server.add_argument("--served-model-name", metavar="NAME", help="what clients call the model; default: its own")
     server.add_argument(
         "--api-key", action="append", default=[], metavar="KEY",
-        help=f"ask clients for it; may be given several times. {API_KEY_VARIABLE} keeps it out of the process list",
+        help=f"ask clients for it, on all paths but /health; may be given several times. {API_KEY_VARIABLE} keeps it "
+        "out of the process list",
     )  # fmt: skip
+    server.add_argument("--open-metrics", action="store_true", help="with a key: serve /metrics without it")
     server.add_argument("--max-waiting", type=int, default=256, metavar="N", help="requests that queue; default: 256")
     server.add_argument("--max-body-size", type=float, default=8.0, metavar="MIB", help="of one request; default: 8")
     server.add_argument("--max-prompt-tokens", type=int, metavar="N", help="default: what the model takes")
@@ -195,6 +259,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
         "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="default: info"
     )
     add_chat_template(parser)
+    add_generation_config(parser)
 
 
 def server_options(args: argparse.Namespace) -> ServerOptions:
@@ -209,6 +274,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         port=args.port,
         served_model_name=args.served_model_name,
         api_keys=(*args.api_key, *([key] if key else [])),
+        open_metrics=args.open_metrics,
         max_waiting=args.max_waiting,
         max_body_size=_num_bytes("--max-body-size", args.max_body_size, 2**20),
         max_prompt_tokens=args.max_prompt_tokens,
@@ -217,6 +283,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         on_engine_failure=args.on_engine_failure,
         engine_timeout=args.engine_timeout,
         chat_template=chat_template_text(args),
+        generation_config=args.generation_config,
         log_level=args.log_level,
     )
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from faser import arguments
 
 if TYPE_CHECKING:
+    from faser.chat import ChatTemplate
     from faser.llm import LLM
     from faser.types import RequestOutput
 
@@ -74,7 +75,7 @@ def _discard_output() -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="faser", description="Speculative decoding that never changes the output.")
+    parser = arguments.Parser(prog="faser", description="Speculative decoding that never changes the output.")
     parser.add_argument("--version", action=_Version, help="print the version and leave")
     arguments.add_debug(parser, default=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
@@ -143,13 +144,13 @@ def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--show-drafts", action="store_true", help="colour the tokens that the draft guessed right")
     arguments.add_chat_template(parser)
     arguments.add_engine(parser)
-    arguments.add_sampling(parser, max_tokens=512, temperature=0.3, top_p=0.9)
+    arguments.add_sampling(parser, arguments.CHAT_SAMPLING)
 
 
 def _chat(args: argparse.Namespace) -> int:
     from faser.terminal import Chat, Screen
 
-    params = arguments.sampling_params(args)
+    params = arguments.sampling_params(args, _sampling_defaults(args, arguments.CHAT_SAMPLING))
     interactive, screen = sys.stdin.isatty(), Screen(args.show_drafts)
     with _make_chat_llm(args) as llm:
         if interactive:
@@ -157,6 +158,15 @@ def _chat(args: argparse.Namespace) -> int:
         screen.legend()
         Chat(llm, params, screen, args.system, interactive).run()
     return 0
+
+
+def _sampling_defaults(args: argparse.Namespace, fallback: dict[str, Any]) -> dict[str, Any]:
+    """For options that were not given: what the model recommends, else `fallback`."""
+    from faser.models.source import recommended_sampling
+
+    recommended = recommended_sampling(args.model, args.generation_config)
+    recommended.log_ignored()
+    return {**fallback, **recommended.values}
 
 
 def _make_chat_llm(args: argparse.Namespace) -> LLM:
@@ -171,9 +181,7 @@ def _make_chat_llm(args: argparse.Namespace) -> LLM:
             "`faser generate`"
         )
     template.check()
-    from faser.llm import LLM
-
-    return LLM(args.model, args.draft, chat_template=template, **_unprofiled(args))
+    return _make_llm(args, chat_template=template)
 
 
 # ---- generate ----
@@ -188,7 +196,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--logprobs", type=int, metavar="N", help="with --json: report the N likeliest tokens")
     arguments.add_chat_template(parser)
     arguments.add_engine(parser)
-    arguments.add_sampling(parser, max_tokens=64, temperature=0.0, top_p=1.0)
+    arguments.add_sampling(parser, arguments.GENERATE_SAMPLING)
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -198,11 +206,13 @@ def _generate(args: argparse.Namespace) -> int:
         raise ConfigError("--logprobs has nowhere to go without --json; add it")
     if args.chat_template is not None and not args.chat:
         raise ConfigError("--chat-template has no use without --chat; add it")
-    params = arguments.sampling_params(args, args.logprobs)
+    defaults = _sampling_defaults(args, arguments.GENERATE_SAMPLING)
+    params = arguments.sampling_params(args, defaults, args.logprobs)
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
     with _make_chat_llm(args) if args.chat else _make_llm(args) as llm:
         prompts = [llm.chat_prompt([{"role": "user", "content": text}]) for text in texts] if args.chat else texts
-        outputs = llm.generate(prompts, params)
+        is_free = args.max_tokens is None  # then a prompt that leaves little room is no error
+        outputs = llm.generate(prompts, [llm.fitted(params, prompt) for prompt in prompts] if is_free else params)
         for number, output in enumerate(outputs):
             print(_as_json(output) if args.json else _as_text(texts[number], output, len(texts) > 1))
             if output.error is not None:
@@ -213,15 +223,13 @@ def _generate(args: argparse.Namespace) -> int:
     return FAILED if any(output.error is not None for output in outputs) else 0
 
 
-def _make_llm(args: argparse.Namespace) -> LLM:
+def _make_llm(args: argparse.Namespace, chat_template: ChatTemplate | None = None) -> LLM:
     from faser.llm import LLM
 
-    return LLM(args.model, args.draft, **_unprofiled(args))
-
-
-def _unprofiled(args: argparse.Namespace) -> dict[str, Any]:
-    """For a few answers a profile is not worth the wait; one that was kept is used."""
-    return {**arguments.engine_fields(args), "profiling": "none"}
+    # "none": the commands give every call its parameters, and have read the model's recommendation for them. For a few
+    # answers a profile is not worth the wait; one that was kept is used.
+    fields = {**arguments.engine_fields(args), "profiling": "none"}
+    return LLM(args.model, args.draft, chat_template=chat_template, generation_config="none", **fields)
 
 
 def _as_text(prompt: str, output: RequestOutput, named: bool) -> str:

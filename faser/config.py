@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from faser import generation
 from faser.errors import ConfigError
 from faser.models import config as model_config
 from faser.policy import Policy, make_policy
@@ -11,6 +12,7 @@ from faser.policy.early_exit import MODES as EARLY_EXIT
 from faser.policy.overlap import MODES as OVERLAP
 
 NGRAM = "ngram"
+NO_DRAFT = "none"  # no draft, where None means the default one; a folder of that name is ./none
 DEFAULT_POLICY = "faser"  # with a draft
 DTYPES = ("auto", *model_config.DTYPES)
 DEVICES = ("auto", "cpu", "cuda")
@@ -89,6 +91,7 @@ class ServerOptions:
     port: int = 8000  # 0: any free one
     served_model_name: str | None = None  # None: from the model's own name
     api_keys: tuple[str, ...] = ()  # none: open to whoever reaches the port
+    open_metrics: bool = False  # /metrics needs no key
     max_waiting: int = 256  # requests beyond those that run; a further one is answered 503
     max_body_size: int = 8 * 2**20  # bytes
     max_prompt_tokens: int | None = None  # None: what the model takes
@@ -97,10 +100,12 @@ class ServerOptions:
     on_engine_failure: str = "restart"
     engine_timeout: float = 300.0  # seconds an engine with open requests may be silent before it is taken to be hung
     chat_template: str | None = None  # the text of a Jinja template instead of the model's own
+    generation_config: str = "auto"  # sampling defaults: auto takes the model's generation_config.json, none does not
     log_level: str = "info"
     engine_factory: str = "faser.server.load:load"  # module:function in the engine's process, for benchmarks and tests
 
     def __post_init__(self) -> None:
+        generation.check_mode(self.generation_config)
         expected = {
             "port": (0 <= self.port <= 65535, "a port from 0 (any free one) to 65535"),
             "max_waiting": (self.max_waiting >= 0, "an integer of at least 0"),

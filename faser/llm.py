@@ -8,16 +8,18 @@ from __future__ import annotations
 import secrets
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from threading import Lock, get_ident
 from typing import Any
 
+from faser import generation
 from faser.chat import ChatTemplate, Message
 from faser.config import EngineOptions
 from faser.engine import Engine
 from faser.errors import EngineError, FaserError, InvalidRequest
 from faser.grammar import GrammarCompiler, shared_compiler
-from faser.models.source import open_target
+from faser.models.source import open_target, recommended_sampling
 from faser.models.transformer import Transformer
 from faser.policy import Policy
 from faser.progress import progress_bar
@@ -44,10 +46,12 @@ class LLM:
     """A model, or a pair, ready to generate.
 
     model: a Hugging Face folder, a hub name, a GGUF file, or a model in memory; None is the default pair. draft:
-    likewise, or a patch made by tools/distill.py, or "ngram" (prompt lookup, no model), or None. policy: a name of
-    faser/policy ("faser", "off", "fixed:K", …), or a Policy; None is "faser" with a draft and "off" without.
-    chat_template: one, or its text; None is the model's own. `sizes` are the further fields of
-    faser.config.EngineOptions. The output never depends on draft, policy or sizes.
+    the same kinds of model, or a patch made by tools/distill.py, or "ngram" (prompt lookup, no model), or "none"; None
+    is the default model's own draft, and no draft for other models. policy: a name of faser/policy ("faser", "off",
+    "fixed:K", …), or a Policy; None is "faser" with a draft and "off" without.
+    chat_template: one, or its text; None is the model's own. generation_config: "auto" takes the sampling that the
+    model's generation_config.json recommends for calls without SamplingParams, "none" takes SamplingParams() for them.
+    `sizes` are the further fields of faser.config.EngineOptions. The output never depends on draft, policy or sizes.
     """
 
     def __init__(
@@ -59,12 +63,19 @@ class LLM:
         dtype: str = "auto",
         tokenizer: Tokenizer | None = None,
         chat_template: str | ChatTemplate | None = None,
+        generation_config: str = "auto",
         **sizes: Any,
     ) -> None:
         try:
             options = EngineOptions(policy=policy, device=device, dtype=dtype, **sizes)
         except TypeError as error:
             raise TypeError(str(error).replace("EngineOptions.__init__()", "LLM()")) from None
+        generation.check_mode(generation_config)
+        recommended = generation.NOTHING
+        if not isinstance(model, Transformer):
+            recommended = recommended_sampling(model, generation_config)
+        recommended.log_ignored()
+        self.default_params = recommended.params
         pair = load_pair(model, draft, options)
         self._tokenizer = tokenizer or pair.tokenizer
         self._config = pair.target.config
@@ -85,7 +96,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for every prompt (a string or a list of token ids), in one continuous batch; answers in their order.
 
-        All prompts are checked before the first is run. `params` is one for all, or one for each.
+        All prompts are checked before the first is run. `params` is one for all, or one for each. Without `params` each
+        prompt has `default_params`, the model's recommendation, with no more max_tokens than there is room for.
         """
         with self._turn():
             engine = self._open_engine()
@@ -100,19 +112,23 @@ class LLM:
             return [self._output(request, *received[request.id]) for request in requests]
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> RequestOutput:
-        """Answer a conversation: messages are {"role": …, "content": …}, as the model's chat template takes them."""
+        """Answer a conversation: messages are {"role": …, "content": …}, as the model's chat template takes them.
+
+        Without `params` it has `default_params`, like `generate`.
+        """
         return self.generate([self.chat_prompt(messages)], params)[0]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Chunk, None, None]:
         """Generate for one prompt and hand out tokens and text as they become certain.
 
+        Without `params` it has `default_params`, like `generate`.
         Nothing happens, and nothing is refused, before the first chunk is asked for. From then on this LLM is busy
         until it hands out the last chunk, the one with a finish_reason, or until the stream is closed, which ends the
         request at once.
         """
         with self._turn():
             engine = self._open_engine()
-            request = self._make_request(prompt, params or SamplingParams())
+            request = self._make_request(prompt, params)
             checker = self._make_checker(request.params)
             chunks = ChunkStream(self._tokenizer, checker)
             self._streaming_thread = get_ident()
@@ -161,6 +177,11 @@ class LLM:
         pool = scheduler.target_pages
         return min(scheduler.limits.max_model_len, pool.num_pages * pool.page_size)
 
+    def fitted(self, params: SamplingParams, prompt: Prompt) -> SamplingParams:
+        """`params` with no more max_tokens than there is room for behind the prompt, but at least 1."""
+        room = self.max_request_tokens - len(self._token_ids(prompt))
+        return replace(params, max_tokens=min(params.max_tokens, max(1, params.min_tokens, room)))
+
     @property
     def stats(self) -> EngineStats:
         """Totals over everything generated so far."""
@@ -202,9 +223,11 @@ class LLM:
             raise EngineError("this LLM is closed; make a new one")
         return self._engine
 
-    def _make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _make_request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
         self._num_requests += 1
         token_ids = self._token_ids(prompt)
+        if params is None:
+            params = self.fitted(self.default_params, token_ids)
         vocab_size = self._config.vocab_size
         for name, named in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
             unknown = [token for token in named if token >= vocab_size]
@@ -312,10 +335,8 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _as_params(
     params: SamplingParams | Sequence[SamplingParams] | None, prompts: Sequence[Prompt]
-) -> Sequence[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
+) -> Sequence[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
         return [params] * len(prompts)
     if len(params) != len(prompts):
         raise InvalidRequest(f"{len(params)} sampling parameters for {len(prompts)} prompts; give one, or one for each")

@@ -64,6 +64,8 @@ def test_generate_gives_the_same_json_with_and_without_drafts(model, capsys, mon
         (["--max-tokens", "500"], "the model takes 64"),
         (["--model", "nowhere/at/all"], "no such folder"),
         (["--device", "abacus"], "abacus"),
+        (["--kv-memory", "1000000"], "kv_memory of 1e+06 GiB: there is room for at most"),
+        (["--kv-memory", "1e-9"], "too few for a request of 64; give at least 0.001 GiB"),
     ],
 )
 def test_an_error_is_one_line_with_the_reason(model, capsys, wrong, says):
@@ -72,6 +74,21 @@ def test_an_error_is_one_line_with_the_reason(model, capsys, wrong, says):
     assert captured.out == ""
     assert says in captured.err
     assert len(captured.err.splitlines()) == 1
+
+
+def test_the_least_kv_memory_an_error_names_is_enough(model, capsys):
+    given = ["generate", "x", *model, "--max-tokens", "4", "--kv-memory"]
+    assert main([*given, "1e-9"]) == 1
+    least = capsys.readouterr().err.split("give at least ")[1].split()[0]
+    assert main([*given, least]) == 0
+
+
+@pytest.mark.parametrize("size", ["1000000", "1e-9"])
+def test_kv_memory_is_checked_before_weights_are_read(folder, tmp_path, capsys, size):
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(folder / name, tmp_path)
+    assert main(["generate", "x", "--model", str(tmp_path), "--kv-memory", size]) == 1
+    assert capsys.readouterr().err.startswith("faser: kv_memory of")
 
 
 def test_debug_before_or_after_the_command_shows_where_an_error_was_raised(model):
@@ -117,12 +134,40 @@ def test_no_command_prints_help_and_is_a_misuse(capsys):
     assert all(command in captured.err for command in ("serve", "chat", "generate", "completion"))
 
 
-def test_an_unknown_command_or_option_is_refused(capsys):
-    for wrong in (["explode"], ["generate", "x", "--model", "m", "--best-of", "3"]):
-        with pytest.raises(SystemExit) as stopped:
-            main(wrong)
-        assert stopped.value.code == 2
-    assert "unrecognized arguments: --best-of" in capsys.readouterr().err
+COMMANDS = "serve, chat, generate, bench, profile, simulate, completion"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ("explode", f"COMMAND explode: expected one of {COMMANDS}; faser --help"),
+        ("generate x --best-of 3", "unknown argument --best-of 3; faser generate --help"),
+        ("generate", "missing PROMPT; faser generate --help"),
+        ("serve --port abc", "--port abc: expected a port from 0 (any free one) to 65535; faser serve --help"),
+        ("serve --port 70000", "--port 70000: expected a port from 0 (any free one) to 65535; faser serve --help"),
+        ("serve --port", "--port: expected one value; faser serve --help"),
+        ("serve --grace soon", "--grace soon: expected a number; faser serve --help"),
+        ("chat --max-running few", "--max-running few: expected a whole number; faser chat --help"),
+        ("bench --overlap so", "--overlap so: expected one of auto, on, off; faser bench --help"),
+        ("profile --budget all", "--budget all: expected a number; faser profile --help"),
+        ("simulate --replicas 1.5", "--replicas 1.5: expected a whole number; faser simulate --help"),
+        ("completion cmd", "shell cmd: expected one of bash, zsh, tcsh; faser completion --help"),
+        ("--max", "unknown argument --max; faser --help"),
+    ],
+)
+def test_a_misuse_is_one_line_with_the_option_the_value_and_what_was_expected(wrong, says, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(wrong.split())
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"faser: {says} lists the options\n"
+
+
+def test_a_misuse_that_holds_a_line_end_is_still_one_line(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--port", "80\n00"])
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_version(capsys):
@@ -220,8 +265,9 @@ def test_serve_takes_every_option_of_server_and_engine(served, monkeypatch, tmp_
     monkeypatch.setenv(arguments.API_KEY_VARIABLE, "from-the-environment")
     given = (
         "--model m --draft ngram --policy fixed:2 --max-running 7 --host 0.0.0.0 --port 0 --served-model-name name "
-        "--api-key one --api-key two --max-waiting 9 --max-body-size 0.5 --max-prompt-tokens 11 --cors-origin http://a "
-        "--cors-origin http://b --grace 1.5 --on-engine-failure exit --log-level error"
+        "--api-key one --api-key two --open-metrics --max-waiting 9 --max-body-size 0.5 --max-prompt-tokens 11 "
+        "--cors-origin http://a --cors-origin http://b --grace 1.5 --on-engine-failure exit --log-level error "
+        "--generation-config none"
     )
     main(["serve", *given.split(), "--chat-template", str(template)])
     assert served == [
@@ -233,6 +279,7 @@ def test_serve_takes_every_option_of_server_and_engine(served, monkeypatch, tmp_
             port=0,
             served_model_name="name",
             api_keys=("one", "two", "from-the-environment"),
+            open_metrics=True,
             max_waiting=9,
             max_body_size=2**19,
             max_prompt_tokens=11,
@@ -240,6 +287,7 @@ def test_serve_takes_every_option_of_server_and_engine(served, monkeypatch, tmp_
             grace=1.5,
             on_engine_failure="exit",
             chat_template="{{ messages }}",
+            generation_config="none",
             log_level="error",
         )
     ]
@@ -258,7 +306,7 @@ def test_a_wrong_option_of_serve_is_refused(served, capsys):
 
 def test_the_defaults_of_generate_are_those_of_the_classes():
     args = cli.make_parser().parse_args(["generate", "x"])
-    assert arguments.sampling_params(args) == SamplingParams()
+    assert arguments.sampling_params(args, arguments.GENERATE_SAMPLING) == SamplingParams()
     assert EngineOptions(**arguments.engine_fields(args)) == EngineOptions()
 
 
@@ -281,10 +329,3 @@ def test_the_bash_script_is_bash_and_completes_file_names(capsys):
     script = capsys.readouterr().out
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assert "_shtab_faser_chat___model_COMPGEN=_shtab_compgen_files" in script
-
-
-def test_an_unknown_shell_is_refused(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["completion", "cmd"])
-    assert stopped.value.code == 2
-    assert "invalid choice: 'cmd'" in capsys.readouterr().err

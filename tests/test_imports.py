@@ -10,7 +10,7 @@ FREE = [
     "faser.policy", "faser.config", "faser.cli", "faser.text", "faser.ngram", "faser.progress", "faser.models.config",
     "faser.chat", "faser.stream", "faser.arguments", "faser.terminal", "faser.profile", "faser.profile_command",
     "faser.grammar", "faser.bench.command", "faser.bench.remote", "faser.bench.systems", "faser.bench.report",
-    "faser.sim.command",
+    "faser.sim.command", "faser.generation",
 ]  # fmt: skip
 
 BLOCK = """

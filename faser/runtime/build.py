@@ -14,7 +14,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from faser.config import NGRAM, EngineOptions
+from faser.config import NGRAM, NO_DRAFT, EngineOptions
 from faser.engine import Engine, Executor
 from faser.errors import ConfigError, ModelError
 from faser.grammar import shared_compiler
@@ -32,7 +32,7 @@ from faser.runtime import saved_profiles
 from faser.runtime.assumed import assumed_profile
 from faser.runtime.device import Device, Parts, make_device
 from faser.runtime.idle_profiler import IdleProfiler
-from faser.runtime.kv_cache import fitting_pages
+from faser.runtime.kv_cache import fitting_pages, require_room
 from faser.runtime.profiler import Subject, measure, measure_quick
 from faser.runtime.sampling import Sampler
 from faser.scheduler import Limits, Scheduler
@@ -55,10 +55,12 @@ class LoadedPair:
 def load_pair(model: str | Transformer | None, draft: Draft, options: EngineOptions) -> LoadedPair:
     """A target and its draft: found, checked, loaded. Models in memory are taken as they are.
 
-    Naming no model means the default pair; then the draft may still be another.
+    Naming no model means the default pair; then the draft may still be another, or NO_DRAFT.
     """
     if model is None and draft is None:
         draft = str(DEFAULT_DRAFT)
+    if draft == NO_DRAFT:
+        draft = None
     options.make_policy(has_draft=draft is not None)
     _given_profile(options)
     if isinstance(model, Transformer):
@@ -77,12 +79,14 @@ def load_pair(model: str | Transformer | None, draft: Draft, options: EngineOpti
 def _load_sources(model: str | None, draft: str | None, options: EngineOptions) -> LoadedPair:
     source = open_target(model)
     draft_source = open_draft(draft, source) if draft is not None and draft != NGRAM else None
-    _max_model_len(options, source.config.max_positions)
+    max_model_len = _max_model_len(options, source.config.max_positions)
     device = make_device(options.device)
+    require_room(options.kv_memory, device.memory)
     configs = [source.config] + ([draft_source.config] if draft_source is not None else [])
     budget = options.kv_memory or device.default_kv_memory()
     if budget is not None and options.num_pages is None:
-        fitting_pages(budget, [(c, _dtype(options, c, device)) for c in configs], options.page_size)
+        models = [(c, _dtype(options, c, device)) for c in configs]
+        fitting_pages(budget, models, options.page_size, max_model_len)
     tokenizer = source.tokenizer()
     target = _load("target", source, options, device)
     if draft_source is None:

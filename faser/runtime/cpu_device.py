@@ -12,7 +12,7 @@ from faser.policy.early_exit import DEPTHS
 from faser.runtime.device import Parts, Profiling, Speeds
 from faser.runtime.drafter import Drafter, ModelDrafter, NgramDrafter
 from faser.runtime.executor import TorchExecutor
-from faser.runtime.kv_cache import KVCache, fitting_pages
+from faser.runtime.kv_cache import KVCache, fitting_pages, require_room
 from faser.runtime.runner import ModelRunner
 from faser.runtime.verifier import Verifier
 from faser.threads import ThreadTuner, available_cpus, user_chose_threads
@@ -30,17 +30,18 @@ class CpuDevice:
     profiling = Profiling(6.0, (), (), most_rows=64, most_context=4096, most_prompt_rows=128, has_lanes=False)
     speeds = Speeds(10e9, 40e9, layer_seconds=2e-4, host_seconds=1e-3, stop_seconds=2e-4)
 
+    @property
+    def memory(self) -> int:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
     def default_kv_memory(self) -> int:
         """A quarter of the machine, at most 4 GiB; only pages that are used take memory."""
-        return min(4 * 2**30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
+        return min(4 * 2**30, self.memory // 4)
 
     def make_executor(self, parts: Parts) -> tuple[TorchExecutor, int]:
         if parts.acceptance is not None:
             raise ConfigError("synthetic acceptance is for measuring a GPU; the CPU device has none")
-        budget = parts.kv_memory or self.default_kv_memory()
-        num_pages = parts.num_pages or fitting_pages(
-            budget, [(model.config, model.dtype) for model in parts.models], parts.page_size, parts.most_pages
-        )
+        num_pages = parts.num_pages or self._num_pages(parts)
 
         def runner(model: Transformer) -> ModelRunner:
             cache = KVCache(model.config, num_pages, parts.page_size, model.dtype)
@@ -54,6 +55,12 @@ class CpuDevice:
             drafter = NgramDrafter(parts.history)
         verifier = Verifier(runner(parts.target), parts.sampler, parts.history)
         return TorchExecutor(verifier, drafter, parts.sampler, parts.history, _make_tuner()), num_pages
+
+    def _num_pages(self, parts: Parts) -> int:
+        require_room(parts.kv_memory, self.memory - sum(model.num_bytes for model in parts.models))
+        budget = parts.kv_memory or self.default_kv_memory()
+        models = [(model.config, model.dtype) for model in parts.models]
+        return fitting_pages(budget, models, parts.page_size, parts.limits.max_model_len, parts.most_pages)
 
 
 def _make_tuner() -> ThreadTuner | None:

@@ -104,6 +104,11 @@ class Device(Protocol):
         """
         ...
 
+    @property
+    def memory(self) -> int:
+        """Bytes of the whole device."""
+        ...
+
     def default_kv_memory(self) -> int | None:
         """Bytes to give to KV pages where the user did not say; None: what the models leave free."""
         ...

@@ -6,6 +6,7 @@ tokens; a token's entry is its key heads followed by its value heads, so that wr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,22 +15,50 @@ import torch
 from faser.errors import ConfigError
 from faser.models.config import ModelConfig
 
+GIB = 2**30
+USEFUL_TOKENS = 256  # of one request, prompt and output; kv_memory must hold them, or max_model_len if that is less
+
 
 def bytes_per_page(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
     return config.num_layers * page_size * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 def fitting_pages(
-    budget: int, models: Sequence[tuple[ModelConfig, torch.dtype]], page_size: int, most: int = 2**40
+    budget: int,
+    models: Sequence[tuple[ModelConfig, torch.dtype]],
+    page_size: int,
+    max_model_len: int,
+    most: int = 2**40,
 ) -> int:
-    """Pages of each model that `budget` bytes hold together, at most `most`; refused where it holds not one."""
+    """Pages of each model that `budget` bytes hold together, at most `most`."""
     page = sum(bytes_per_page(config, page_size, dtype) for config, dtype in models)
-    if budget < page:
-        raise ConfigError(
-            f"kv_memory of {budget / 2**30:.6f} GiB: one page of {page_size} tokens takes "
-            f"{page / 2**30:.6f} GiB; give more"
-        )
+    require_useful(budget, page, page_size, useful_pages(page_size, max_model_len))
     return min(budget // page, most)
+
+
+def useful_pages(page_size: int, max_model_len: int) -> int:
+    """Pages of one request of a useful length."""
+    return -(-min(USEFUL_TOKENS, max_model_len) // page_size)
+
+
+def require_useful(budget: int, page_bytes: int, page_size: int, num_pages: int, aside: int = 0) -> None:
+    """Refuse a budget that holds fewer than `num_pages` pages beside `aside` other bytes."""
+    least = num_pages * page_bytes + aside
+    if budget < least:
+        held = max(0, budget - aside) // page_bytes * page_size
+        raise ConfigError(
+            f"kv_memory of {budget / GIB:.4g} GiB holds {held} tokens, too few for a request of "
+            f"{num_pages * page_size}; give at least {math.ceil(least / GIB * 1000) / 1000:g} GiB"
+        )
+
+
+def require_room(asked: int | None, room: int) -> None:
+    """Refuse bytes for KV pages that the device does not have."""
+    if asked is not None and asked > room:
+        raise ConfigError(
+            f"kv_memory of {asked / GIB:.4g} GiB: there is room for at most {max(0, room) / GIB:.1f} GiB; "
+            "give less, or leave it out for the device's choice"
+        )
 
 
 class KVCache:

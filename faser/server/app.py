@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -36,6 +36,7 @@ from faser.server.service import Call, Service
 log = logging.getLogger("faser.server")
 
 _JSON = "application/json"
+OPEN_PATHS = ("", "/health", "/dashboard")  # need no key; the dashboard's page holds no figures and asks for the key
 
 
 class Disconnected(Exception):
@@ -60,6 +61,7 @@ class Api:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
+            Route("/", self.root),
             Route("/health", self.health),
             Route("/metrics", self.metrics),
             Route("/dashboard", self.dashboard_page),
@@ -78,7 +80,10 @@ class Api:
                 )
             )
         if self._options.api_keys:
-            middleware.append(Middleware(KeyCheck, keys=self._options.api_keys, figures=self._figures))
+            open_paths = (*OPEN_PATHS, *(["/metrics"] if self._options.open_metrics else []))
+            middleware.append(
+                Middleware(KeyCheck, keys=self._options.api_keys, open_paths=open_paths, figures=self._figures)
+            )
         handlers: dict[Any, Any] = {
             HTTPException: self._http_error,
             ApiError: self._api_error,
@@ -151,6 +156,9 @@ class Api:
     def _model(self) -> Model:
         about = self.service.served().about
         return Model(about.model, self._created, about.max_tokens)
+
+    async def root(self, _: Request) -> Response:
+        return RedirectResponse("dashboard")  # relative: a proxy may serve this under a prefix
 
     async def health(self, _: Request) -> Response:
         state = self.service.state
@@ -274,21 +282,24 @@ async def _nothing() -> Message:
 
 
 class KeyCheck:
-    """Bearer keys for /v1; the rest shows figures, not text, and stays open."""
+    """Asks for a bearer key on every path that is not open."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], figures: Figures) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Sequence[str], figures: Figures) -> None:
         self._app = app
         self._figures = figures
         self._keys = [key.encode() for key in keys]
+        self._open_paths = frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/v1") and not self._knows(scope["headers"]):
-            error = ApiError(401, "a valid API key is needed: send Authorization: Bearer KEY", code="invalid_api_key")
-            self._figures.refused[401] += 1
-            response = Response(error.body, 401, {"WWW-Authenticate": "Bearer"}, _JSON)
-            await response(scope, receive, send)
-        else:
+        if scope["type"] != "http" or self._is_open(scope["path"]) or self._knows(scope["headers"]):
             await self._app(scope, receive, send)
+            return
+        error = ApiError(401, "a valid API key is needed: send Authorization: Bearer KEY", code="invalid_api_key")
+        self._figures.refused[401] += 1
+        await Response(error.body, 401, {"WWW-Authenticate": "Bearer"}, _JSON)(scope, receive, send)
+
+    def _is_open(self, path: str) -> bool:
+        return path.rstrip("/") in self._open_paths  # a path with a slash at its end is redirected to the one without
 
     def _knows(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
         given = next((value for name, value in headers if name == b"authorization"), b"")

@@ -254,6 +254,7 @@ class EngineClient:
             options.chat_template,
             options.served_model_name,
             options.log_level,
+            options.generation_config,
         )
 
     def _receive(self, message: FromEngine) -> None:

@@ -6,11 +6,11 @@ from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
-from faser.config import NGRAM, EngineOptions
+from faser.config import NGRAM, NO_DRAFT, EngineOptions
 from faser.engine import Engine
 from faser.errors import ConfigError, InvalidRequest
 from faser.grammar import ANY_OBJECT, shared_compiler
-from faser.models.source import DEFAULT_DRAFT, DEFAULT_HUB_NAME, open_target
+from faser.models.source import DEFAULT_DRAFT, DEFAULT_HUB_NAME, open_target, recommended_sampling
 from faser.models.transformer import Transformer
 from faser.runtime.build import LoadedPair, build_engine, load_pair
 from faser.runtime.device import why_device
@@ -28,6 +28,8 @@ def load(start: Start) -> Served:
     template = open_target(start.model).chat_template(start.chat_template)
     if template is not None:
         template.check()
+    recommended = recommended_sampling(start.model, start.generation_config)
+    recommended.log_ignored()
     pair = load_pair(start.model, start.draft, options)
     engine = build_engine(pair.target, pair.draft, options, pair.tokenizer)
     _warm_up(engine, pair)
@@ -38,7 +40,7 @@ def load(start: Start) -> Served:
         policy=scheduler.policy.name,
         device=pair.target.device.type,
         dtype=str(pair.target.dtype).removeprefix("torch."),
-        reasons=_reasons(start, options, pair.target.device.type),
+        reasons={**_reasons(start, options, pair.target.device.type), "sampling": recommended.origin},
         vocab_size=pair.target.config.vocab_size,
         end_ids=list(pair.target.config.eos_token_ids),
         max_model_len=scheduler.limits.max_model_len,
@@ -49,6 +51,7 @@ def load(start: Start) -> Served:
         load_seconds=monotonic() - started,
         tokenizer=pair.tokenizer.to_json() if pair.tokenizer is not None else None,
         chat_template=(template.source, template.bos_token, template.eos_token) if template is not None else None,
+        sampling=dict(recommended.values),
     )
     return Served(engine, about, pair.tokenizer)
 
@@ -78,6 +81,8 @@ def _model_name(model: str | None) -> str:
 
 
 def _draft_name(start: Start) -> str | None:
+    if start.draft == NO_DRAFT:
+        return None
     if start.draft is not None:
         return start.draft if start.draft == NGRAM else _model_name(start.draft)
     return DEFAULT_DRAFT.stem if start.model is None else None
@@ -92,10 +97,8 @@ def _reasons(start: Start, options: EngineOptions, device: str) -> dict[str, str
     """Why each thing was chosen, for the lines printed at start-up."""
     if options.policy is not None:
         policy = "as asked"
-    elif start.model is None or start.draft is not None:
-        policy = "the default with a draft"
     else:
-        policy = "no draft was named"
+        policy = "the default without a draft" if _draft_name(start) is None else "the default with a draft"
     sized = options.kv_memory is not None or options.num_pages is not None
     return {
         "device": why_device(options.device),

@@ -28,6 +28,7 @@ class Start(msgspec.Struct, frozen=True):
     chat_template: str | None
     served_model_name: str | None
     log_level: str
+    generation_config: str = "auto"
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
@@ -64,6 +65,7 @@ class About(msgspec.Struct, frozen=True, tag="ready"):
     load_seconds: float
     tokenizer: str | None  # tokenizer.json
     chat_template: tuple[str, str, str] | None  # source, bos, eos
+    sampling: dict[str, Any] = {}  # fields of SamplingParams for requests that do not give them
 
     @property
     def kv_tokens(self) -> int:

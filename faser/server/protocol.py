@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -139,10 +140,10 @@ class _Sampled(_Request, frozen=True, kw_only=True):
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
-        """The engine's parameters."""
+    def sampling(self, max_tokens: int, logprobs: int | None, defaults: Mapping[str, Any]) -> SamplingParams:
+        """The engine's parameters: the request's, else the model's defaults, else OpenAI's."""
         given: dict[str, Any] = {
-            "temperature": self.temperature if self.temperature is not None else 1.0,
+            "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": max(self.top_k, 0) if self.top_k is not None else None,  # -1 is "all" elsewhere
             "min_p": self.min_p,
@@ -165,7 +166,8 @@ class _Sampled(_Request, frozen=True, kw_only=True):
             message = f"{other} does not go with a constrained output, which ends when it is whole; remove it"
             raise ApiError(400, message, param=other)
         try:
-            return SamplingParams(max_tokens=max_tokens, **{k: v for k, v in given.items() if v is not None})
+            given = {name: value for name, value in given.items() if value is not None}
+            return SamplingParams(**{"temperature": 1.0, **defaults, **given, "max_tokens": max_tokens})
         except InvalidRequest as error:
             raise ApiError(400, str(error), param=_leading_name(str(error))) from None
 

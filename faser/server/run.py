@@ -20,8 +20,10 @@ from time import monotonic
 
 import uvicorn
 
+from faser.arguments import API_KEY_VARIABLE
 from faser.config import ServerOptions
 from faser.errors import ConfigError, EngineError
+from faser.generation import describe
 from faser.server.app import Api
 from faser.server.engine_client import EngineClient
 from faser.server.figures import Figures
@@ -30,6 +32,7 @@ from faser.server.messages import About
 
 log = logging.getLogger("faser.server")
 
+EXAMPLE_QUESTION = "Name the three primary colors."  # what the default model, a small one, answers well
 _POLL_SECONDS = 0.05
 _BACKLOG = 2048
 _LAST_WORDS_SECONDS = 2  # for answers already on their way when the grace is over
@@ -157,6 +160,7 @@ def announcement(about: About, options: ServerOptions, host: str, port: int) -> 
     """What was chosen and why, and two examples that work when pasted."""
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     url, why = f"http://{shown}:{port}", about.reasons
+    sampling = describe({"temperature": 1.0, **about.sampling})
     kv = f"{about.kv_bytes / 2**30:.2f} GiB, {about.kv_tokens} tokens in {about.num_pages} pages of {about.page_size}"
     lines = [
         f"FASER serves {about.model} at {url} (loaded in {about.load_seconds:.1f} s)",
@@ -166,6 +170,7 @@ def announcement(about: About, options: ServerOptions, host: str, port: int) -> 
         f"  dtype    {about.dtype} ({why['dtype']})",
         f"  KV       {kv} ({why['kv']})",
         f"  limits   {about.max_tokens} tokens a request, {about.max_running} running, {options.max_waiting} waiting",
+        f"  sampling {sampling} ({why.get('sampling', 'the default')}); a request's own fields come first",
         f"  look     {url}/dashboard  {url}/metrics",
         "",
         *_examples(about, options, url),
@@ -174,18 +179,26 @@ def announcement(about: About, options: ServerOptions, host: str, port: int) -> 
 
 
 def _examples(about: About, options: ServerOptions, url: str) -> list[str]:
-    """One for the shell and one for Python, which needs `pip install openai`."""
-    key = ' -H "Authorization: Bearer $FASER_API_KEY"' if options.api_keys else ""
-    api_key = '__import__("os").environ["FASER_API_KEY"]' if options.api_keys else '"none"'
+    """One for the shell and one for Python, which needs `pip install openai`. The key itself is never shown."""
+    key, api_key, lines = "", '"none"', []
+    if options.api_keys:
+        key = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"'
+        api_key = f'__import__("os").environ["{API_KEY_VARIABLE}"]'
+        lines = [
+            f"The examples need a key of this server: put it in place of YOUR_KEY, or set {API_KEY_VARIABLE} before.",
+            "",
+            f"[ \"${API_KEY_VARIABLE}\" ] || export {API_KEY_VARIABLE}='YOUR_KEY'",
+        ]
     if about.chat_template is not None:
         path, method, found = "chat/completions", "chat.completions", "message.content"
-        question: dict[str, object] = {"messages": [{"role": "user", "content": "Say hello"}]}
+        question: dict[str, object] = {"messages": [{"role": "user", "content": EXAMPLE_QUESTION}]}
     else:
         path, method, found = "completions", "completions", "text"
         question = {"prompt": "Once upon a time"}
-    request = {"model": about.model, **question, "max_tokens": 32}
+    request = {"model": about.model, **question, "max_tokens": 64}
     arguments = ", ".join(f"{name}={value!r}" for name, value in request.items())
     return [
+        *lines,
         f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(request))}",
         "",
         "from openai import OpenAI",

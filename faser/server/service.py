@@ -28,7 +28,7 @@ from faser.server.protocol import ApiError, ChatRequest, CompletionRequest
 from faser.text import Tokenizer
 from faser.types import SamplingParams
 
-DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; chat goes on to the end of the context
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; chat goes on to the end of the context; a model's own default comes first
 MAX_RETRY_SECONDS = 60
 GRAMMAR_SECONDS = 5.0  # to compile one; those that are not refused beforehand take milliseconds
 _LONG_TEXT = 16_384  # characters; more are rendered and tokenised beside the event loop
@@ -100,8 +100,9 @@ class Service:
             prompts = [self._prompt_ids(prompt, served) for prompt in given]
         longest = max(map(len, prompts))
         asked = request.max_tokens
-        limit = self._output_limit(served.about, longest, asked, DEFAULT_COMPLETION_TOKENS, "prompt", "max_tokens")
-        params = await self._params(request.sampling(limit, request.logprobs), served)
+        default = served.about.sampling.get("max_tokens", DEFAULT_COMPLETION_TOKENS)
+        limit = self._output_limit(served.about, longest, asked, default, "prompt", "max_tokens")
+        params = await self._params(request.sampling(limit, request.logprobs, served.about.sampling), served)
         echo = None
         if request.echo:
             echo = [_echoed(prompt, served) for prompt in given for _ in range(request.num_choices)]
@@ -117,9 +118,9 @@ class Service:
             prompt = self._chat_ids(messages, served)
         num_logprobs = request.num_logprobs
         field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-        most = served.about.max_tokens
-        limit = self._output_limit(served.about, len(prompt), request.asked_tokens, most, "messages", field)
-        params = await self._params(request.sampling(limit, num_logprobs), served)
+        default = served.about.sampling.get("max_tokens", served.about.max_tokens)
+        limit = self._output_limit(served.about, len(prompt), request.asked_tokens, default, "messages", field)
+        params = await self._params(request.sampling(limit, num_logprobs, served.about.sampling), served)
         answerer = ChatAnswerer(served.about.model, served.tokenizer, num_logprobs is not None)
         return self._submit(request, [prompt], params, answerer, served, arrived)
 

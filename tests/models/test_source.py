@@ -15,6 +15,7 @@ from faser.errors import ConfigError, ModelError
 from faser.models import draft as patches
 from faser.models import gguf, source
 from faser.policy import POLICIES, make_policy
+from faser.server.run import EXAMPLE_QUESTION
 from tests.models.reference import SIZES, save_hf
 from tests.policy.profiles import H200
 
@@ -61,6 +62,12 @@ def test_the_default_pair_writes_what_its_target_writes_alone(default_pair):
     outputs = default_pair.generate(PROMPTS, MIXED)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in right]
     assert [output.text for output in outputs] == [output.text for output in right]
+
+
+def test_the_draft_none_leaves_the_default_model_alone():
+    with LLM(draft="none", max_model_len=512) as plain:
+        assert plain.engine.scheduler.policy.name == "off"
+        assert plain.engine.scheduler.draft_pages is None
 
 
 @pytest.fixture(scope="module")
@@ -168,3 +175,11 @@ def test_the_default_pair_answers_messages(default_pair):
         [{"role": "user", "content": "What is the capital of France?"}], SamplingParams(max_tokens=24)
     )
     assert "Paris" in output.text
+
+
+def test_the_printed_example_gets_a_sensible_answer_as_the_default_model_recommends(default_pair):
+    assert (default_pair.default_params.temperature, default_pair.default_params.top_p) == (0.2, 0.9)
+    for seed in range(3):
+        params = replace(default_pair.default_params, seed=seed)
+        output = default_pair.chat([{"role": "user", "content": EXAMPLE_QUESTION}], params)
+        assert all(color in output.text for color in ("Red", "Blue", "Yellow")), output.text

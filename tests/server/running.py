@@ -51,9 +51,9 @@ class Running:
         (found,) = [int(child) for child in children if b"faser.server.worker" in _command(child)]
         return found
 
-    def get(self, path: str) -> tuple[int, Any]:
+    def get(self, path: str, headers: dict[str, str] | None = None) -> tuple[int, Any]:
         """Status and body, as JSON where it is."""
-        return self._send(urllib.request.Request(self.url + path))
+        return self._send(urllib.request.Request(self.url + path, headers=headers or {}))
 
     def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 
 import openai
 import pytest
 
-from faser.types import MAX_LOGPROBS
+from faser.server.protocol import CompletionRequest, parse
+from faser.types import MAX_LOGPROBS, SamplingParams
+from tests.server.running import running
 
 PROMPT = "the quick brown fox the quick brown"
 FIXED = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0.8, "seed": 5, "ignore_eos": True}
@@ -254,6 +257,46 @@ def test_models_are_listed(client, server):
     assert (model.id, model.owned_by) == ("tiny", "faser")
     assert client.models.retrieve("tiny").id == "tiny"
     assert server.get("/v1/models/other")[0] == 404
+
+
+# ── defaults of the model ────────────────────────────────────────────────────────────────────────────────────────────
+
+DEFAULTS = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.2, "max_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("given", "changed"),
+    [
+        ({}, {}),
+        ({"temperature": 0, "top_k": -1}, {"temperature": 0, "top_k": 0}),
+        ({"top_p": 1, "min_p": 0, "repetition_penalty": 1}, {"top_p": 1, "min_p": 0, "repetition_penalty": 1}),
+        ({"temperature": None, "seed": 4}, {"seed": 4}),
+    ],
+)
+def test_a_field_of_the_request_comes_before_the_model_s_default(given, changed):
+    request = parse(json.dumps({"prompt": "a", **given}).encode(), CompletionRequest)
+    assert request.sampling(20, None, DEFAULTS) == SamplingParams(**{**DEFAULTS, "max_tokens": 20, **changed})
+    without = SamplingParams(**{"temperature": 1.0, "max_tokens": 20, **changed})
+    assert request.sampling(20, None, {}) == without
+
+
+def test_requests_without_fields_are_answered_as_the_model_recommends(chat_folder, tmp_path):
+    folder = tmp_path / "recommending"
+    shutil.copytree(chat_folder, folder)
+    recommended = {"eos_token_id": 2, "temperature": 0.0, "max_new_tokens": 5, "num_beams": 4}
+    (folder / "generation_config.json").write_text(json.dumps(recommended))
+    with running(folder, tmp_path) as server:
+        assert f"sampling temperature 0, max_tokens 5 ({folder}/generation_config.json); a request's" in server.log
+        assert server.log.count("ignored num_beams=4") == 1
+        fields = {"prompt": PROMPT, "ignore_eos": True}
+        plain = server.complete(**fields)
+        assert plain["usage"]["completion_tokens"] == 5
+        assert plain["choices"][0]["text"] == server.complete(**fields)["choices"][0]["text"], "greedy"
+        assert server.complete(**fields, max_tokens=9)["usage"]["completion_tokens"] == 9, "no cap, a default"
+        hot = {server.complete(**fields, temperature=2, seed=seed)["choices"][0]["text"] for seed in range(4)}
+        assert len(hot) > 1
+        body = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True}
+        assert server.post("/v1/chat/completions", body)[1]["usage"]["completion_tokens"] == 5
 
 
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -160,6 +160,26 @@ def test_a_silent_server_is_said_to_be_silent_until_it_answers(browser: Browser,
     page.close()
 
 
+def test_a_server_with_a_key_asks_for_it_and_the_tab_remembers_it(browser: Browser, paced: Any) -> None:
+    with paced("--api-key", "se cret") as server:
+        page = browser.new_page()  # of its own: the browser logs each 401 as an error
+        page.goto(server.url)  # the root leads to the dashboard
+        page.wait_for_selector("#key-form", state="visible")
+        assert page.url == f"{server.url}/dashboard"
+        assert page.text_content("#state") == "key needed"
+        page.fill("#key", "wrong")
+        page.press("#key", "Enter")
+        page.wait_for_function("document.getElementById('key-note').textContent.includes('does not accept')")
+        page.fill("#key", "se cret")
+        page.click("#key-form button")
+        page.wait_for_function("document.getElementById('state').textContent === 'ready'")
+        assert not page.is_visible("#key-form")
+        page.reload()
+        page.wait_for_function("document.getElementById('state').textContent === 'ready'")
+        assert not page.is_visible("#banner")
+        page.close()
+
+
 # What the server answers, for situations the tiny one is never in. The page must show them without a console error.
 QUIET: dict[str, Any] = {
     "server": {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shlex
 import signal
 import socket
 import subprocess
@@ -47,19 +48,28 @@ def is_idle(server) -> bool:
     return all(server.metric(name) == 0 for name in names)
 
 
-def pasted(server, environment) -> list[str]:
-    """What the two announced examples print."""
+def pasted(server, key: str | None = None, environment: dict[str, str] | None = None) -> list[str]:
+    """What the two announced examples print, pasted one after the other; `key` takes the place of YOUR_KEY."""
     lines = server.log.splitlines()
+    export = next((line for line in lines if "|| export " in line), "")
     shell = next(line for line in lines if line.startswith("curl "))
     start = lines.index("from openai import OpenAI")
-    commands = (["bash", "-c", shell], [sys.executable, "-c", "\n".join(lines[start : start + 3])])
-    runs = [subprocess.run(c, capture_output=True, text=True, env={**os.environ, **environment}) for c in commands]
-    assert [run.returncode for run in runs] == [0, 0], [run.stderr for run in runs]
-    return [run.stdout for run in runs]
+    python = shlex.join([sys.executable, "-c", "\n".join(lines[start : start + 3])])
+    if key is not None:
+        assert "'YOUR_KEY'" in export
+        export = export.replace("'YOUR_KEY'", shlex.quote(key))
+    base = {name: value for name, value in os.environ.items() if name != "FASER_API_KEY"}
+    outputs = []
+    for example in (shell, python):
+        command = ["bash", "-c", f"{export}\n{example}"]
+        run = subprocess.run(command, capture_output=True, text=True, env={**base, **(environment or {})})
+        assert run.returncode == 0, run.stderr
+        outputs.append(run.stdout)
+    return outputs
 
 
 def test_the_announced_examples_work_when_pasted(server):
-    shell, python = pasted(server, {})
+    shell, python = pasted(server)
     assert json.loads(shell)["choices"][0]["message"]["content"]
     assert python.strip()
     for what in ("draft    ngram (as asked)", "policy   fixed:3 (as asked)", "device   cpu", "dtype    float32", "KV "):
@@ -68,10 +78,17 @@ def test_the_announced_examples_work_when_pasted(server):
 
 def test_the_examples_work_with_a_key_and_without_a_chat_template(paced):
     with paced(environment={"FASER_API_KEY": "it's secret"}) as server:
-        shell, python = pasted(server, {"FASER_API_KEY": "it's secret"})
-        assert json.loads(shell)["usage"]["completion_tokens"] == 32
-        assert python.strip()
+        for given in ({"key": "it's secret"}, {"environment": {"FASER_API_KEY": "it's secret"}}):
+            shell, python = pasted(server, **given)
+            assert json.loads(shell)["usage"]["completion_tokens"] == 64
+            assert python.strip()
         assert "secret" not in server.log
+
+
+def test_a_key_of_the_command_line_is_not_printed(paced):
+    with paced("--api-key", "hidden") as server:
+        assert json.loads(pasted(server, key="hidden")[0])["choices"]
+        assert "hidden" not in server.log
 
 
 # ── clients that leave ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -297,8 +314,14 @@ def test_keys_limits_and_cors_are_enforced(paced):
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
             status, answer = server.post("/v1/completions", body, headers)
             assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
-        assert server.get("/v1/models")[0] == 401
+        for path in ("/v1/models", "/metrics", "/dashboard/data", "/openapi.json", "/docs", "/health/x"):
+            assert server.get(path)[0] == 401, path
+            assert server.get(path, {"Authorization": "Bearer wrong"})[0] == 401, path
+        for path in ("/metrics", "/dashboard/data", "/openapi.json"):
+            assert server.get(path, {"Authorization": "Bearer other"})[0] == 200, path
         assert server.get("/health")[0] == 200, "probes need no key"
+        for path in ("/dashboard", "/dashboard/", "/"):
+            assert server.get(path)[0] == 200, "the page asks for the key"
         for key in ("secret", "other"):
             assert server.post("/v1/completions", body, {"Authorization": f"Bearer {key}"})[0] == 200
 
@@ -311,6 +334,18 @@ def test_keys_limits_and_cors_are_enforced(paced):
         request = urllib.request.Request(server.url + "/health", headers={"Origin": "https://example.org"})
         with urllib.request.urlopen(request) as response:
             assert response.headers["access-control-allow-origin"] == "https://example.org"
+
+
+def test_metrics_can_be_left_open_beside_a_key(paced):
+    with paced("--api-key", "secret", "--open-metrics") as server:
+        assert server.get("/metrics")[0] == 200
+        assert server.get("/dashboard/data")[0] == 401
+
+
+def test_the_root_leads_to_the_dashboard(server):
+    with urllib.request.urlopen(server.url) as response:
+        assert response.url == f"{server.url}/dashboard"
+        assert response.headers["content-type"].startswith("text/html")
 
 
 def test_cors_is_off_by_default(server):

@@ -173,7 +173,7 @@ def test_what_cannot_work_is_refused(capsys, given, says):
 def test_what_only_bench_can_do_is_no_option(option, capsys):
     with pytest.raises(SystemExit):
         make_parser().parse_args(["simulate", option, "x"])
-    assert f"unrecognized arguments: {option}" in capsys.readouterr().err
+    assert f"unknown argument {option}" in capsys.readouterr().err
 
 
 def test_a_profile_may_be_a_file_and_what_is_none_is_refused(capsys, tmp_path):

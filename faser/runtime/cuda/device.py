@@ -12,7 +12,7 @@ from faser.progress import progress_bar
 from faser.runtime.cuda.branches import pages_of_branch
 from faser.runtime.cuda.executor import CudaExecutor
 from faser.runtime.cuda.lanes import Lanes
-from faser.runtime.cuda.memory import Ledger, explained_shortage
+from faser.runtime.cuda.memory import Ledger, explained_shortage, fitting_pages
 from faser.runtime.cuda.model import MIXED_BUCKETS, ROW_BUCKETS, CudaModel
 from faser.runtime.cuda.sampling import Slots
 from faser.runtime.device import Parts, Profiling, Speeds
@@ -20,8 +20,6 @@ from faser.runtime.drafter import NgramDrafter
 from faser.types import MOST_DRAFT_ROWS
 
 log = logging.getLogger("faser.engine")
-
-RESERVED_BYTES = 3 * 2**29  # for graphs, compiled kernels and what one eager forward allocates
 
 
 class CudaDevice:
@@ -38,6 +36,10 @@ class CudaDevice:
     @property
     def splits(self) -> tuple[int, ...]:
         return (0, *Lanes(torch.device("cuda")).splits) if torch.cuda.is_available() else (0,)
+
+    @property
+    def memory(self) -> int:
+        return int(torch.cuda.mem_get_info()[1])
 
     def default_kv_memory(self) -> None:
         return None
@@ -94,7 +96,10 @@ class CudaDevice:
         page_bytes = sum(model.page_bytes for model in models)
         branch_pages = pages_of_branch(parts.page_size) * num_branches
         aside = branch_pages * draft.page_bytes if draft is not None else 0
-        num_pages = parts.num_pages or self._num_pages(parts, page_bytes, ledger, aside)
+        num_pages = parts.num_pages
+        if num_pages is None:
+            assert ledger is not None, "off a GPU the number of pages is given"
+            num_pages = fitting_pages(parts, page_bytes, aside, ledger.free, ledger.total)
         target.allocate_pages(num_pages)
         if draft is not None:
             draft.allocate_pages(num_pages + branch_pages)
@@ -103,14 +108,3 @@ class CudaDevice:
         if ledger is not None:
             log.info("%s", ledger.graphs_are_made(num_pages * page_bytes, num_pages * parts.page_size))
         return executor, num_pages
-
-    def _num_pages(self, parts: Parts, page_bytes: int, ledger: Ledger | None, aside: int) -> int:
-        """Of each model, beside so many bytes for branches."""
-        assert ledger is not None, "off a GPU the number of pages is given"
-        budget = (parts.kv_memory if parts.kv_memory is not None else ledger.free - RESERVED_BYTES) - aside
-        if budget < page_bytes:
-            raise ConfigError(
-                f"{ledger.free / 2**30:.1f} of {ledger.total / 2**30:.1f} GiB are free beside the models, too little "
-                "for KV pages; lower --max-batch-tokens or --max-running, or use smaller models"
-            )
-        return min(budget // page_bytes, parts.most_pages)

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from faser.errors import ConfigError, EngineError
+from faser.runtime.device import Parts
+from faser.runtime.kv_cache import GIB, require_room, require_useful, useful_pages
 
 ADVICE = "lower --kv-memory, --max-batch-tokens or --max-running"
-GIB = 2**30
+RESERVED_BYTES = 3 * 2**29  # for graphs, compiled kernels and what one eager forward allocates
 
 
 @contextmanager
@@ -21,6 +23,22 @@ def explained_shortage(error: type[ConfigError] | type[EngineError]) -> Iterator
         yield
     except torch.OutOfMemoryError as shortage:
         raise error(f"out of GPU memory; {ADVICE} ({str(shortage).splitlines()[0]})") from shortage
+
+
+def fitting_pages(parts: Parts, page_bytes: int, aside: int, free: int, total: int) -> int:
+    """KV pages of each model. `page_bytes` are one page of all models, `aside` the bytes of branches beside them."""
+    room = free - RESERVED_BYTES
+    least = useful_pages(parts.page_size, parts.limits.max_model_len)
+    if parts.kv_memory is not None:
+        require_room(parts.kv_memory, room)
+        require_useful(parts.kv_memory, page_bytes, parts.page_size, least, aside)
+    elif room < least * page_bytes + aside:
+        raise ConfigError(
+            f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free beside the models, too little for KV pages; "
+            "lower --max-batch-tokens or --max-running, or use smaller models"
+        )
+    budget = room if parts.kv_memory is None else parts.kv_memory
+    return min((budget - aside) // page_bytes, parts.most_pages)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from faser.models import weights
 from faser.models.transformer import Transformer
 from faser.policy import Fixed
 from faser.runtime.build import build_engine, load_pair
-from faser.runtime.cuda.memory import GIB, Division, explained_shortage
+from faser.runtime.cuda.memory import GIB, RESERVED_BYTES, Division, explained_shortage, fitting_pages
 from faser.types import Request, SamplingParams
 from tests.runtime.cuda.test_executor import on
 from tests.tiny import CONFIGS, make_draft
@@ -54,6 +55,36 @@ def test_a_model_too_large_for_the_memory_is_refused_with_advice(folder, monkeyp
     monkeypatch.setattr(weights, "load", fail)
     with pytest.raises(ConfigError, match=r"loading the target in float32: .* --device cpu \(tried 70 GiB\)"):
         load_pair(str(folder), None, EngineOptions(device="cpu"))
+
+
+def parts(kv_memory, max_model_len=4096):
+    return SimpleNamespace(
+        kv_memory=kv_memory, page_size=16, limits=SimpleNamespace(max_model_len=max_model_len), most_pages=1000
+    )
+
+
+MIB = 2**20
+
+
+def test_pages_on_a_gpu_are_those_of_the_budget_without_what_branches_take():
+    assert fitting_pages(parts(100 * MIB), MIB, 20 * MIB, 8 * GIB, 9 * GIB) == 80
+    assert fitting_pages(parts(None), MIB, 20 * MIB, RESERVED_BYTES + 70 * MIB, 9 * GIB) == 50
+    assert fitting_pages(parts(4 * GIB), MIB, 0, 8 * GIB, 9 * GIB) == 1000, "more could never be used"
+
+
+@pytest.mark.parametrize(
+    ("given", "free", "says"),
+    [
+        (parts(100 * GIB), 8 * GIB, r"kv_memory of 100 GiB: there is room for at most 6\.5 GiB; give less"),
+        (parts(30 * MIB), 8 * GIB, r"holds 160 tokens, too few for a request of 256; give at least 0\.036 GiB"),
+        (parts(10 * MIB), 8 * GIB, r"holds 0 tokens, too few for a request of 256"),
+        (parts(21 * MIB, max_model_len=20), 8 * GIB, r"holds 16 tokens, too few for a request of 32"),
+        (parts(None), RESERVED_BYTES + 30 * MIB, r"1\.5 of 9\.0 GiB are free beside the models, too little"),
+    ],
+)
+def test_kv_memory_that_does_not_fit_or_serves_no_useful_request_is_refused_on_a_gpu(given, free, says):
+    with pytest.raises(ConfigError, match=says):
+        fitting_pages(given, MIB, 20 * MIB, free, 9 * GIB)
 
 
 @pytest.fixture
