@@ -52,7 +52,7 @@ def test_the_page_never_parses_what_the_server_sends_as_html() -> None:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     if CHROMIUM is None:
-        pytest.skip("no Chromium: none of chromium, chromium-browser, google-chrome is on the path")
+        pytest.skip("no Chromium: install the package chromium")
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is missing: pip install 'faser[dev]'")
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_FLAGS)
