@@ -20,6 +20,7 @@ from time import monotonic
 from faser.engine import Engine
 from faser.errors import FaserError, InvalidRequest
 from faser.policy.early_exit import ExitStats
+from faser.progress import progress_bar
 from faser.server.messages import (
     About,
     Add,
@@ -216,8 +217,10 @@ def main() -> int:
     connection = socket.socket(fileno=descriptor)
     start = _read_start(connection)
     logging.basicConfig(level=start.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with progress_bar("importing torch"):
+        make = _find(factory)
     try:
-        served = _find(factory)(start)
+        served = make(start)
     except FaserError as error:
         connection.sendall(frame(Failed(str(error))))
         return 1
