@@ -28,6 +28,7 @@ from faser.server.messages import (
     Output,
     Outputs,
     Refused,
+    Running,
     Snapshot,
     Start,
     frame,
@@ -128,6 +129,7 @@ class EngineClient:
         self._options = options
         self._observer = observer
         self._tracks: dict[str, Track] = {}
+        self._num_in_batch = 0  # as the engine said last
         self._ids = count()
         self._transport: asyncio.WriteTransport | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -138,6 +140,15 @@ class EngineClient:
     def num_open(self) -> int:
         """Choices that run or wait."""
         return len(self._tracks)
+
+    @property
+    def num_running(self) -> int:
+        """Choices in the batch, as the engine said last. Where one ended since then, a waiting one takes its place."""
+        return min(self._num_in_batch, self.num_open)
+
+    @property
+    def num_waiting(self) -> int:
+        return self.num_open - self.num_running
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -226,6 +237,7 @@ class EngineClient:
         def gone() -> None:
             """At once, before anybody writes to what is closed."""
             self._transport = None
+            self._num_in_batch = 0
             self._observer.snapshot(None)
             if not self._closing and self.failure is None:
                 self.state = State.RESTARTING
@@ -263,6 +275,8 @@ class EngineClient:
             track = self._tracks.pop(message.id, None)
             if track is not None:
                 track.stream.push(track.index, message)
+        elif isinstance(message, Running):
+            self._num_in_batch = message.number
         elif isinstance(message, Failed):
             self.failure = message.message
         else:

@@ -27,8 +27,10 @@ from faser.server.messages import (
     Exits,
     Failed,
     Frames,
+    FromEngine,
     Outputs,
     Refused,
+    Running,
     Snapshot,
     Start,
     ToEngine,
@@ -70,7 +72,9 @@ class Worker:
         self._last_snapshot = float("-inf")
         self._step_failures = 0
         self._failed_in_a_row = 0
+        self._running = 0  # as told to the other side
         self._open = True
+        self._engine.on_plan = self._tell_running
 
     def run(self) -> None:
         """Serve until the other side is gone. After a second of rest the books are checked: nothing may be lost."""
@@ -124,7 +128,7 @@ class Worker:
         try:
             self._add(message)
         except InvalidRequest as error:
-            self._connection.sendall(frame(Refused(message.id, str(error))))
+            self._write(Refused(message.id, str(error)))
 
     def _add(self, message: Add) -> None:
         params = unpack_params(message.params)
@@ -149,10 +153,20 @@ class Worker:
             snapshot = take_snapshot(self._engine, now, self._step_failures) if due else None
             if due:
                 self._last_snapshot = now
-            try:
-                self._connection.sendall(frame(Outputs([pack_progress(item) for item in progress], snapshot)))
-            except (BrokenPipeError, ConnectionResetError):
-                self._open = False
+            self._write(Outputs([pack_progress(item) for item in progress], snapshot))
+
+    def _tell_running(self) -> None:
+        """At once, because a step can take seconds."""
+        running = self._engine.scheduler.num_running
+        if running != self._running:
+            self._running = running
+            self._write(Running(running))
+
+    def _write(self, message: FromEngine) -> None:
+        try:
+            self._connection.sendall(frame(message))
+        except (BrokenPipeError, ConnectionResetError):
+            self._open = False
 
 
 def _with_error(item: Progress, reason: str) -> Progress:
@@ -166,8 +180,6 @@ def take_snapshot(engine: Engine, now: float, step_failures: int = 0) -> Snapsho
     draft_pages = scheduler.draft_pages
     return Snapshot(
         time=now,
-        running=scheduler.num_running,
-        waiting=scheduler.num_waiting,
         steps=stats.steps,
         emitted=stats.emitted,
         drafted=stats.drafted,

@@ -28,8 +28,8 @@ def about():
                            num_pages=10, page_size=16, kv_tokens=160)  # fmt: skip
 
 
-def engine():
-    return SimpleNamespace(about=about(), state="ready", num_restarts=0)
+def engine(running=0, waiting=0):
+    return SimpleNamespace(about=about(), state="ready", num_restarts=0, num_running=running, num_waiting=waiting)
 
 
 def test_a_histogram_counts_each_value_below_its_bound():
@@ -64,10 +64,10 @@ def test_a_request_given_up_counts_as_cancelled_and_not_as_a_latency():
 def test_metrics_carry_their_names_and_the_snapshot_s_numbers():
     figures = Figures()
     figures.snapshot(
-        snapshot(running=3, waiting=2, drafted=30, verified=25, accepted=20, pages_held=5, draft_pages_held=2,
+        snapshot(drafted=30, verified=25, accepted=20, pages_held=5, draft_pages_held=2,
                  lengths=[4, 0, 15], accepted_per_position=[12, 8], off_seconds=1.5)
     )  # fmt: skip
-    text = PrometheusText(figures, engine()).render().decode()
+    text = PrometheusText(figures, engine(running=3, waiting=2)).render().decode()
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -120,24 +120,23 @@ def test_early_exit_is_told_by_layer_and_in_words():
 
 
 WORDS = {
-    "speculation off since 12 s: 180 requests decoding": {"running": 180, "last_decoding": 180},
-    "drafting 2 tokens for each of 3 requests": {
-        "running": 3, "last_decoding": 3, "last_drafting": 3, "last_drafted": 6,
-    },
-    "drafting 1 token for 1 of 2 requests": {
-        "running": 2, "last_decoding": 2, "last_drafting": 1, "last_drafted": 1,
-    },
-    "drafting 1.5 tokens on average for each of 2 requests": {
-        "running": 2, "last_decoding": 2, "last_drafting": 2, "last_drafted": 3,
-    },
-    "idle; policy fixed:2": {"running": 0, "last_drafting": 3},
-    "1 request being read; none decodes yet": {"running": 1, "speculating_changed": None},
+    "off for 12 s; last step: 180 requests decoding": (179, {"last_decoding": 180}),
+    "last step: 2 tokens drafted for each of 3 requests": (
+        3, {"last_decoding": 3, "last_drafting": 3, "last_drafted": 6},
+    ),
+    "last step: 1 token drafted for 1 of 2 requests": (2, {"last_decoding": 2, "last_drafting": 1, "last_drafted": 1}),
+    "last step: 1.5 tokens on average drafted for each of 2 requests": (
+        2, {"last_decoding": 2, "last_drafting": 2, "last_drafted": 3},
+    ),
+    "idle; policy fixed:2": (0, {"last_drafting": 3}),
+    "1 request being read; none decodes yet": (1, {"speculating_changed": None}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("words", WORDS)
 def test_speculation_is_described_in_words(words):
-    assert describe(snapshot(**WORDS[words]), NOW, "fixed:2") == words
+    running, fields = WORDS[words]
+    assert describe(snapshot(**fields), running, NOW, "fixed:2") == words
 
 
 def test_the_dashboard_s_history_holds_rates_between_seconds(monkeypatch):
@@ -150,7 +149,7 @@ def test_the_dashboard_s_history_holds_rates_between_seconds(monkeypatch):
     clock[0] += 2
     figures.output_tokens = 50
     figures.snapshot(
-        snapshot(running=2, steps=10, step_seconds=1.0, predicted_seconds=0.8, accepted=20, drafted=30, verified=28,
+        snapshot(steps=10, step_seconds=1.0, predicted_seconds=0.8, accepted=20, drafted=30, verified=28,
                  lengths=[5, 0, 15], verified_per_position=[15, 13], accepted_per_position=[12, 8], pages_held=5)
     )  # fmt: skip
     board.tick()

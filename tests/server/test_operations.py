@@ -80,8 +80,8 @@ def test_the_examples_work_with_a_key_and_without_a_chat_template(paced):
 def test_a_client_that_leaves_frees_its_pages(paced):
     with paced() as server:
         stream = open_stream(server)
-        eventually(lambda: server.metric("vllm:num_requests_running") == 1, "the request runs")
-        assert server.metric("vllm:kv_cache_usage_perc") > 0
+        assert server.metric("vllm:num_requests_running") == 1, "no later than its first token"
+        eventually(lambda: server.metric("vllm:kv_cache_usage_perc") > 0, "it holds pages")
         stream.close()
         eventually(lambda: is_idle(server), "its pages are free")
         assert server.metric("vllm:request_success_total") == 1

@@ -23,11 +23,12 @@ WINDOW_SECONDS = 60.0  # of percentiles and shares
 class _Point:
     """One second of the past."""
 
-    __slots__ = ("monotonic", "num_restarts", "output_tokens", "snapshot", "time")
+    __slots__ = ("monotonic", "num_restarts", "output_tokens", "running", "snapshot", "time", "waiting")
 
-    def __init__(self, figures: Figures, num_restarts: int) -> None:
+    def __init__(self, figures: Figures, engine: EngineClient) -> None:
         self.time, self.monotonic = time(), monotonic()
-        self.num_restarts = num_restarts  # totals of two engines are not to be subtracted
+        self.num_restarts = engine.num_restarts  # totals of two engines are not to be subtracted
+        self.running, self.waiting = engine.num_running, engine.num_waiting
         self.output_tokens = figures.output_tokens
         self.snapshot = figures.latest
 
@@ -39,11 +40,11 @@ class Dashboard:
         self._figures = figures
         self._engine = engine
         self._started = monotonic()
-        self._points: deque[_Point] = deque([_Point(figures, engine.num_restarts)], maxlen=HISTORY_SECONDS + 1)
+        self._points: deque[_Point] = deque([_Point(figures, engine)], maxlen=HISTORY_SECONDS + 1)
 
     def tick(self) -> None:
         """Once a second."""
-        self._points.append(_Point(self._figures, self._engine.num_restarts))
+        self._points.append(_Point(self._figures, self._engine))
 
     def data(self, state: str) -> dict[str, Any]:
         lengths = self._gained("lengths", 3)
@@ -80,23 +81,21 @@ class Dashboard:
         first, per_token = (_recent(r) for r in (self._figures.recent_first, self._figures.recent_per_token))
         history = self._history(5)
         now: dict[str, Any] = {
-            "running": 0, "waiting": 0, "kv_used": 0.0, "draft_kv_used": None, "speculating": False,
-            "prefix_hit_rate": None,
+            "running": self._engine.num_running, "waiting": self._engine.num_waiting,
+            "kv_used": 0.0, "draft_kv_used": None, "speculating": False, "prefix_hit_rate": None,
             "output_rate": history["output_rate"][-1] if history["output_rate"] else 0.0,
             "step_ms": history["step_ms"][-1] if history["step_ms"] else None,
             "predicted_ms": history["predicted_ms"][-1] if history["predicted_ms"] else None,
             "ttft_p50": _percentile(first, 50), "ttft_p99": _percentile(first, 99),
             "tpot_p50": _percentile(per_token, 50), "tpot_p99": _percentile(per_token, 99),
-            "speculation": describe(snapshot, monotonic(), about.policy if about is not None else ""),
+            "speculation": describe(snapshot, self._engine.num_running, monotonic(), about.policy if about else ""),
         }  # fmt: skip
         if snapshot is not None:
             draft_pages = snapshot.draft_pages_held
             now |= {
-                "running": snapshot.running,
-                "waiting": snapshot.waiting,
                 "kv_used": snapshot.pages_held / pages,
                 "draft_kv_used": draft_pages / pages if draft_pages is not None else None,
-                "speculating": snapshot.running > 0 and snapshot.last_drafting > 0,
+                "speculating": self._engine.num_running > 0 and snapshot.last_drafting > 0,
                 "prefix_hit_rate": snapshot.prefix_hits / snapshot.prefix_queries if snapshot.prefix_queries else None,
             }
         return now
@@ -143,22 +142,21 @@ class Dashboard:
         return {"finished": ends["stop"] + ends["length"], **by_reason, "refused": refused}
 
 
-def describe(snapshot: Snapshot | None, now: float, policy: str) -> str:
-    """What speculation does at this moment, in words."""
+def describe(snapshot: Snapshot | None, running: int, now: float, policy: str) -> str:
+    """What speculation does, in words. The last step may have had requests that ended since: `running` is of now."""
     if snapshot is None:
         return "nothing has run yet"
     decoding, drafting = snapshot.last_decoding, snapshot.last_drafting
-    if snapshot.running == 0:
+    if running == 0:
         return f"idle; policy {policy}"
     if snapshot.speculating_changed is None:
-        return f"{_requests(snapshot.running)} being read; none decodes yet"
+        return f"{_requests(running)} being read; none decodes yet"
     if not drafting:
-        since = _age(now - snapshot.speculating_changed)
-        return f"speculation off since {since}: {_requests(decoding)} decoding"
+        return f"off for {_age(now - snapshot.speculating_changed)}; last step: {_requests(decoding)} decoding"
     mean = snapshot.last_drafted / drafting
     tokens = f"{mean:.0f} token{'s' if mean != 1 else ''}" if mean == round(mean) else f"{mean:.1f} tokens on average"
     who = f"each of {_requests(drafting)}" if drafting == decoding else f"{drafting} of {_requests(decoding)}"
-    return f"drafting {tokens} for {who}"
+    return f"last step: {tokens} drafted for {who}"
 
 
 def describe_exits(snapshot: Snapshot | None) -> str:
@@ -193,8 +191,8 @@ def _between(before: _Point, after: _Point) -> dict[str, Any]:
     row: dict[str, Any] = {
         "time": after.time,
         "output_rate": (after.output_tokens - before.output_tokens) / seconds,
-        "running": 0,
-        "waiting": 0,
+        "running": after.running,
+        "waiting": after.waiting,
         "kv_used": 0,
         "step_ms": None,
         "predicted_ms": None,
@@ -204,7 +202,7 @@ def _between(before: _Point, after: _Point) -> dict[str, Any]:
     now, was = after.snapshot, before.snapshot
     if now is None:
         return row
-    row |= {"running": now.running, "waiting": now.waiting, "kv_used": now.pages_held}
+    row["kv_used"] = now.pages_held
     if was is None or before.num_restarts != after.num_restarts:
         return row
     steps, decoded = now.steps - was.steps, sum(now.lengths) - sum(was.lengths)

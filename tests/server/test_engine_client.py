@@ -1,0 +1,72 @@
+"""The HTTP process's side of the engine, without an engine: frames are handed to it as if they had come."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from faser.config import ServerOptions
+from faser.server.engine_client import EngineClient, State
+from faser.server.figures import Figures
+from faser.server.messages import Output, Outputs, Running
+from faser.types import Finish, FinishReason, SamplingParams, Stats
+
+
+class Transport:
+    """Takes frames and forgets them."""
+
+    def write(self, data: bytes) -> None: ...
+
+
+def ready_client() -> EngineClient:
+    client = EngineClient(ServerOptions(), Figures())
+    client.state, client._transport = State.READY, Transport()
+    return client
+
+
+def submit(client: EngineClient, number: int):
+    choices = [([1, 2], SamplingParams(), seed) for seed in range(number)]
+    return client.submit(choices, [], 0.0)[1]
+
+
+def end(client: EngineClient, track) -> None:
+    finish = Finish(FinishReason.STOP, Stats())
+    client._receive(Outputs([Output(track.id, [3], None, finish)]))
+
+
+def test_requests_wait_until_the_engine_says_that_they_run():
+    client = ready_client()
+    submit(client, 20)
+    assert (client.num_running, client.num_waiting) == (0, 20)
+    client._receive(Running(16))
+    assert (client.num_running, client.num_waiting) == (16, 4)
+
+
+def test_a_request_that_ends_leaves_its_place_to_one_that_waits():
+    client = ready_client()
+    tracks = submit(client, 6)
+    client._receive(Running(4))
+    end(client, tracks[0])
+    client.cancel(tracks[1:2])
+    assert (client.num_running, client.num_waiting) == (4, 0)
+    end(client, tracks[2])
+    assert (client.num_running, client.num_waiting) == (3, 0)
+
+
+EVENTS = st.lists(st.tuples(st.sampled_from(["submit", "end", "cancel", "running"]), st.integers(0, 9)), max_size=30)
+
+
+@given(EVENTS)
+def test_running_and_waiting_are_the_open_requests_at_every_moment(events):
+    client, open_ones = ready_client(), []
+    for kind, number in events:
+        if kind == "submit":
+            open_ones += submit(client, number)
+        elif kind == "running":
+            client._receive(Running(number))
+        elif open_ones:
+            track = open_ones.pop(number % len(open_ones))
+            end(client, track) if kind == "end" else client.cancel([track])
+        assert client.num_running + client.num_waiting == client.num_open == len(open_ones)
+        assert client.num_running >= 0
+        assert client.num_waiting >= 0
