@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from faser.config import ServerOptions
-from faser.server.engine_client import EngineClient, State
+from faser.server import engine_client
+from faser.server.engine_client import EngineClient, EngineGone, State
 from faser.server.figures import Figures
-from faser.server.messages import Output, Outputs, Running
+from faser.server.messages import About, Output, Outputs, Running
+from faser.server.protocol import ApiError
+from faser.server.service import Service
 from faser.types import Finish, FinishReason, SamplingParams, Stats
+
+ABOUT = About(
+    model="m", draft=None, policy="off", device="cpu", dtype="float32", reasons={}, vocab_size=9, end_ids=[],
+    max_model_len=64, max_running=4, page_size=16, num_pages=16, kv_bytes=0, load_seconds=0.0, tokenizer=None,
+    chat_template=None,
+)  # fmt: skip
 
 
 class Transport:
@@ -51,6 +61,28 @@ def test_a_request_that_ends_leaves_its_place_to_one_that_waits():
     assert (client.num_running, client.num_waiting) == (4, 0)
     end(client, tracks[2])
     assert (client.num_running, client.num_waiting) == (3, 0)
+
+
+def test_a_restart_is_expected_to_take_as_long_as_the_last_start(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(engine_client, "monotonic", lambda: clock[0])
+    client = EngineClient(ServerOptions(), Figures())
+    service = Service(ServerOptions(), client, Figures())
+
+    def refusal():
+        with pytest.raises(ApiError) as refused:
+            service.served()
+        return refused.value.headers["Retry-After"], str(refused.value)
+
+    assert refusal() == ("2", "the engine is starting; try again in 2 s"), "nothing is known yet"
+    clock[0] += 36
+    client._receive(ABOUT)
+    client._lose()
+    clock[0] += 10
+    assert refusal() == ("26", "the engine is restarting; try again in 26 s")
+    assert service.gone(EngineGone("gone")).headers["Retry-After"] == "26"
+    clock[0] += 100
+    assert refusal()[0] == "2", "it takes longer than the last one"
 
 
 EVENTS = st.lists(st.tuples(st.sampled_from(["submit", "end", "cancel", "running"]), st.integers(0, 9)), max_size=30)
