@@ -97,6 +97,7 @@ class Service:
             raise ApiError(400, "echo with logprobs would need those of the prompt, which are not reported; give one",
                            param="echo")  # fmt: skip
         given = request.prompts(self._max_prompt(served.about))
+        self._check_room(served.about, request.num_choices, len(given))
         if sum(len(prompt) for prompt in given if isinstance(prompt, str)) > _LONG_TEXT:
             prompts = await asyncio.to_thread(lambda: [self._prompt_ids(prompt, served) for prompt in given])
         else:
@@ -130,7 +131,7 @@ class Service:
         """What is served, if there is room at all: a full server need not read prompts."""
         served = self.served()
         _check_model(request.model, served.about)
-        self._check_room(request.num_choices, served.about)
+        self._check_room(served.about, request.num_choices)
         return served
 
     # ── prompts ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -239,8 +240,7 @@ class Service:
         served: Served,
         arrived: float,
     ) -> Call:
-        num_choices = request.num_choices * len(prompts)
-        self._check_room(num_choices, served.about)
+        self._check_room(served.about, request.num_choices, len(prompts))
         asked = [(prompt, params, seed) for prompt in prompts for seed in _seeds(params, request.num_choices)]
         ends = () if params.ignore_eos else served.about.end_ids
         try:
@@ -262,12 +262,10 @@ class Service:
         expected = self._engine.seconds_to_start or 0.0
         return min(MAX_RETRY_SECONDS, max(MIN_START_SECONDS, math.ceil(expected)))
 
-    def _check_room(self, num_choices: int, about: About) -> None:
-        room = about.max_running + self._options.max_waiting
+    def _check_room(self, about: About, n: int, num_prompts: int = 1) -> None:
+        num_choices, room = num_prompts * n, about.max_running + self._options.max_waiting
         if num_choices > room:
-            raise ApiError(
-                400, f"{num_choices} choices in one request; the server takes {room}: send several", param="n"
-            )
+            raise _too_many(num_prompts, n, about, self._options.max_waiting)
         if self._engine.num_open + num_choices > room:
             raise _busy(
                 f"{self._engine.num_open} requests run or wait, and the server takes {room}; try again later",
@@ -333,6 +331,16 @@ def _too_long(given: str, most: str, param: str) -> ApiError:
     return ApiError(
         400, f"{param}: {given}, and the server takes {most}; shorten it", param=param, code="context_length_exceeded"
     )
+
+
+def _too_many(num_prompts: int, n: int, about: About, max_waiting: int) -> ApiError:
+    """More choices in one request than the server ever holds."""
+    room = about.max_running + max_waiting
+    holds = f"the server holds {room} at a time ({about.max_running} running, {max_waiting} waiting)"
+    given = f"{num_prompts} prompt{'s' if num_prompts > 1 else ''} × n={n} are {num_prompts * n} choices in one request"
+    if n > room:
+        return ApiError(400, f"{given}; {holds}: lower n", param="n")
+    return ApiError(400, f"{given}; {holds}: send at most {room // n} prompts in one request", param="prompt")
 
 
 def _busy(message: str, seconds: int, code: str = "unavailable") -> ApiError:

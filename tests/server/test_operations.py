@@ -168,6 +168,15 @@ def test_a_full_queue_answers_503_and_when_to_try_again(paced):
         assert server.metric("faser:requests_refused_total") == 1
         status, answer = server.post("/v1/completions", {"prompt": "a", "n": 3})
         assert (status, answer["error"]["param"]) == (400, "n"), "what can never fit is not told to try again"
+        assert answer["error"]["message"] == (
+            "1 prompt × n=3 are 3 choices in one request; the server holds 2 at a time (1 running, 1 waiting): lower n"
+        )
+        status, answer = server.post("/v1/completions", {"prompt": ["a"] * 128})
+        assert (status, answer["error"]["param"]) == (400, "prompt")
+        assert answer["error"]["message"] == (
+            "128 prompts × n=1 are 128 choices in one request; the server holds 2 at a time (1 running, 1 waiting): "
+            "send at most 2 prompts in one request"
+        )
 
 
 # ── signals ──────────────────────────────────────────────────────────────────────────────────────────────────────────
