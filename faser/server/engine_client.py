@@ -193,10 +193,10 @@ class EngineClient:
         if open_ones and self._transport is not None:
             self._transport.write(b"".join(frame(Cancel(track.id)) for track in open_ones))
 
-    def fail_all(self, error: EngineGone) -> None:
-        """End every open request with an error."""
+    def fail_all(self, error: type[EngineGone], reason: str) -> None:
+        """End every open request with an error of its own."""
         for track in list(self._tracks.values()):
-            track.stream.fail(error)
+            track.stream.fail(error(reason))
         self.cancel(list(self._tracks.values()), FinishReason.FAILED)
 
     def check_alive(self) -> None:
@@ -240,7 +240,7 @@ class EngineClient:
         await lost
         was_ready = self.ready.is_set()
         self.ready.clear()
-        self.fail_all(EngineGone("the engine process ended while it worked on this request; send it again"))
+        self.fail_all(EngineGone, "the engine process ended while it worked on this request; send it again")
         assert self._process is not None
         code = await asyncio.to_thread(_reap, self._process)
         advice = endings.HUNG if self._was_hung else endings.advice(code)
@@ -275,9 +275,8 @@ class EngineClient:
     async def close(self) -> None:
         """End the engine: it leaves when its socket closes."""
         self._closing = True
-        self.fail_all(
-            ShuttingDown("the server was shut down before this request had ended; send it again when a server is up")
-        )
+        reason = "the server was shut down before this request had ended; send it again when a server is up"
+        self.fail_all(ShuttingDown, reason)
         if self._transport is not None:
             self._transport.close()
         if self._process is not None:

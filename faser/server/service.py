@@ -246,7 +246,7 @@ class Service:
         try:
             stream, tracks = self._engine.submit(asked, [*ends, *params.stop_token_ids], arrived)
         except EngineGone as error:
-            raise self.gone(error) from None
+            raise _busy(str(error), self._start_seconds()) from None
         choices = [Choice(index, served.tokenizer, params) for index in range(len(asked))]
         sizes = [len(prompt) for prompt in prompts]
         return Call(stream, tracks, choices, answerer, sizes, bool(request.stream), request.includes_usage)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from faser.config import ServerOptions
 from faser.server import engine_client
-from faser.server.engine_client import EngineClient, EngineGone, State
+from faser.server.engine_client import EngineClient, EngineGone, ShuttingDown, State
 from faser.server.figures import Figures
 from faser.server.messages import About, Output, Outputs, Running
 from faser.server.protocol import ApiError
@@ -61,6 +63,22 @@ def test_a_request_that_ends_leaves_its_place_to_one_that_waits():
     assert (client.num_running, client.num_waiting) == (4, 0)
     end(client, tracks[2])
     assert (client.num_running, client.num_waiting) == (3, 0)
+
+
+async def errors_of(streams):
+    return [(await asyncio.gather(stream.take(), return_exceptions=True))[0] for stream in streams]
+
+
+def test_open_requests_are_told_whether_the_engine_failed_or_the_server_was_shut_down():
+    client = ready_client()
+    service = Service(ServerOptions(), client, Figures())
+    for kind, code in ((EngineGone, "engine_failed"), (ShuttingDown, "shutting_down")):
+        streams = [client.submit([([1], SamplingParams(), 0)], [], 0.0)[0] for _ in range(2)]
+        client.fail_all(kind, "the reason")
+        first, second = asyncio.run(errors_of(streams))
+        assert first is not second, "each is raised in a task of its own"
+        assert f'"code":"{code}"' in service.gone(first).body.decode()
+        assert "the reason" in service.gone(second).body.decode()
 
 
 def test_a_restart_is_expected_to_take_as_long_as_the_last_start(monkeypatch):
