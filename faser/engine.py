@@ -91,6 +91,7 @@ class Engine:
         self.stats = EngineStats()
         self.cost = cost or StepCost()
         self.exits = exits
+        self.on_plan: Callable[[], None] = lambda: None  # called when a step is planned, before anybody waits for it
         self._async = executor if isinstance(executor, AsyncExecutor) else None
         self._flights: deque[_Flight] = deque()
         self._landed = float("-inf")  # when the last step ended
@@ -135,6 +136,7 @@ class Engine:
         if self._async is not None:
             self._async.submit(_with_exits(plan, exits))
         self._flights.append(_Flight(plan, exits, predicted, started, planned))
+        self.on_plan()
         return True
 
     def _land(self) -> list[Progress]:

@@ -312,7 +312,7 @@ def _run(engine: Engine, requests: Sequence[Request]) -> dict[str, tuple[list[in
         if item.finish is not None:
             ends[item.request_id] = item.finish
 
-    with progress_bar("generating") as update:
+    with progress_bar("generating", logs=False) as update:
         while engine.has_work:
             for item in engine.step():
                 receive(item)

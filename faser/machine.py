@@ -1,4 +1,4 @@
-"""What this is and runs on, by name; and files that are whole or not there."""
+"""What this is and runs on, by name and size; and files that are whole or not there."""
 
 from __future__ import annotations
 
@@ -30,3 +30,20 @@ def processor_name() -> str:
         lines = []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return named[0] if named else platform.machine()
+
+
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # cgroup version 2 and 1
+
+
+def memory_bytes() -> int:
+    """The memory that processes may use here: the machine's, or less in a container that has a limit."""
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([most, *(limit for limit in map(_limit, _LIMITS) if limit is not None)])
+
+
+def _limit(path: str) -> int | None:
+    try:
+        text = Path(path).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None  # "max": no limit

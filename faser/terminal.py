@@ -19,6 +19,7 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 
 from faser.errors import FaserError, RequestTooLong
+from faser.keyboard import without_echo
 from faser.stats import EngineStats
 from faser.types import Chunk, FinishReason, SamplingParams
 
@@ -153,7 +154,7 @@ class Chat:
         prompt, params = self._next_request()
         before, text, last, stopped = copy(self._llm.stats), "", None, False
         try:
-            with closing(self._llm.stream(prompt, params)) as stream:
+            with without_echo(sys.stdin), closing(self._llm.stream(prompt, params)) as stream:
                 for last in stream:
                     for piece, accepted in last.pieces:
                         text += piece
@@ -194,6 +195,7 @@ class Chat:
         for name, (_function, text) in self._commands.items():
             self._screen.note(f"{name:8} {text}")
         self._screen.note("Ctrl-C   stop the answer; what there is of it stays in the conversation")
+        self._screen.note("What you type during an answer is shown at the next prompt.")
 
     def _leave(self, _: str) -> None:
         self._left = True

@@ -9,6 +9,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
+pytest_plugins = ["tests.skips"]
+
 # Tiny models gain nothing from threads and lose much to their barriers, most of all on a busy machine.
 torch.set_num_threads(1)
 
@@ -33,4 +35,4 @@ def folder(tmp_path_factory):
 
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+        pytest.skip("no NVIDIA GPU: `make test-gpu` runs these on a machine that has one")

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import builtins
 import io
+import os
+import pty
+import signal
+import termios
 
 import pytest
 from rich.console import Console
 
 from faser import LLM, SamplingParams
 from faser.chat import ChatTemplate
+from faser.keyboard import without_echo
 from faser.terminal import Chat, Screen
 
 TEMPLATE = (
@@ -195,3 +200,85 @@ def test_a_terminal_is_shown_no_escape_sequence_of_the_model_s(monkeypatch):
     piped = Terminal(monkeypatch, [], is_terminal=False)
     piped.screen.answer("a\x1b[2Jb\t" + "long " * 40 + "\n")
     assert piped.answers.getvalue() == "a\x1b[2Jb\t" + "long " * 40 + "\n", "a file gets what the model wrote"
+
+
+# ── keys typed during an answer ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def keyboard(monkeypatch):
+    """A terminal as standard input, and the end that a person types at."""
+    person, program = pty.openpty()
+    with open(program, closefd=True) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        yield person, stdin
+    os.close(person)
+
+
+def has_echo(stdin):
+    return bool(termios.tcgetattr(stdin)[3] & termios.ECHO)
+
+
+class Typing(Recorder):
+    """Somebody types while the model answers."""
+
+    def __init__(self, llm, keyboard, error=None):
+        super().__init__(llm)
+        self.person, self.stdin = keyboard
+        self.error, self.echoes = error, []
+
+    def stream(self, prompt, params):
+        os.write(self.person, b"next")
+        for chunk in self.llm.stream(prompt, params):
+            self.echoes.append(has_echo(self.stdin))
+            yield chunk
+            if self.error is not None:
+                raise self.error
+
+
+def test_keys_typed_during_an_answer_are_not_echoed_and_wait_for_the_next_prompt(llm, monkeypatch, keyboard):
+    person, stdin = keyboard
+    typing = Typing(llm, keyboard)
+    Chat(typing, PARAMS, Terminal(monkeypatch, ["the"]).screen).run()
+    assert set(typing.echoes) == {False}
+    assert has_echo(stdin)
+    os.write(person, b"!\n")
+    assert stdin.readline() == "next!\n"
+    assert os.read(person, 100) == b"!\r\n", "all that was echoed is what was typed after the answer"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(), RuntimeError("broken")])
+def test_the_echo_is_back_however_an_answer_ends(llm, monkeypatch, keyboard, error):
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGTSTP)]
+    chat = Chat(Typing(llm, keyboard, error), PARAMS, Terminal(monkeypatch, ["the"]).screen)
+    if isinstance(error, KeyboardInterrupt):
+        chat.run()
+    else:
+        with pytest.raises(type(error)):
+            chat.run()
+    assert has_echo(keyboard[1])
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGTSTP)] == handlers
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGTSTP])
+def test_a_signal_that_ends_or_stops_the_chat_finds_the_echo_on(monkeypatch, keyboard, number):
+    stdin, found = keyboard[1], []
+
+    def kill(_process, sent):
+        found.append((sent, has_echo(stdin), signal.getsignal(sent)))
+
+    monkeypatch.setattr("faser.keyboard.os.kill", kill)
+    with without_echo(stdin):
+        assert not has_echo(stdin)
+        signal.raise_signal(number)
+        assert not has_echo(stdin), "off again when the process is continued"
+    assert found == [(number, True, signal.SIG_DFL)]
+    assert has_echo(stdin)
+
+
+def test_without_a_terminal_nothing_is_switched(tmp_path):
+    (tmp_path / "input").write_text("the\n")
+    handler = signal.getsignal(signal.SIGTSTP)
+    with (tmp_path / "input").open() as stdin, without_echo(stdin):
+        assert signal.getsignal(signal.SIGTSTP) == handler
+        assert stdin.readline() == "the\n"

@@ -195,7 +195,7 @@ def _make_overlap(made: _Made, options: EngineOptions, cost: ProfiledCost | None
             return None
         log.info("drafting and verification may overlap; SMs of the drafting: %s", sorted(splits))
         if hasattr(made.executor, "prepare_overlap"):  # it has graphs
-            with progress_bar("capturing graphs") as update:
+            with progress_bar("capturing graphs for the overlap") as update:
                 made.executor.prepare_overlap(splits, update)
         return Overlap("auto", splits=splits)
     return Overlap("on")

@@ -195,7 +195,7 @@ class Generation(Response):
         except ApiError as error:
             await self._fail(error, send)
         except EngineGone as error:
-            await self._fail(ApiError(503, str(error), code="engine_failed", headers={"Retry-After": "2"}), send)
+            await self._fail(self._service.gone(error), send)
         except Disconnected:
             log.debug("a client went away")
         finally:

@@ -18,6 +18,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from faser.config import ServerOptions
+from faser.server import endings
 from faser.server.messages import (
     About,
     Add,
@@ -28,6 +29,7 @@ from faser.server.messages import (
     Output,
     Outputs,
     Refused,
+    Running,
     Snapshot,
     Start,
     frame,
@@ -52,6 +54,10 @@ class State(StrEnum):
 
 class EngineGone(Exception):
     """The engine ended while the request was open."""
+
+
+class ShuttingDown(EngineGone):
+    """The server ended the engine while the request was open."""
 
 
 class Observer(Protocol):
@@ -128,16 +134,36 @@ class EngineClient:
         self._options = options
         self._observer = observer
         self._tracks: dict[str, Track] = {}
+        self._num_in_batch = 0  # as the engine said last
         self._ids = count()
         self._transport: asyncio.WriteTransport | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._closing = False
+        self._was_hung = False  # the engine that ended last
         self._heard = monotonic()  # when the engine last said something, or was first asked to
+        self._start_began = monotonic()
+        self._start_seconds: float | None = None  # of the last start that succeeded
 
     @property
     def num_open(self) -> int:
         """Choices that run or wait."""
         return len(self._tracks)
+
+    @property
+    def num_running(self) -> int:
+        """Choices in the batch, as the engine said last. Where one ended since then, a waiting one takes its place."""
+        return min(self._num_in_batch, self.num_open)
+
+    @property
+    def num_waiting(self) -> int:
+        return self.num_open - self.num_running
+
+    @property
+    def seconds_to_start(self) -> float | None:
+        """What is left of the current start if it takes as long as the last one; None before the first has ended."""
+        if self._start_seconds is None:
+            return None
+        return self._start_seconds - (monotonic() - self._start_began)
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -167,10 +193,10 @@ class EngineClient:
         if open_ones and self._transport is not None:
             self._transport.write(b"".join(frame(Cancel(track.id)) for track in open_ones))
 
-    def fail_all(self, reason: str) -> None:
-        """End every open request with an error."""
+    def fail_all(self, error: type[EngineGone], reason: str) -> None:
+        """End every open request with an error of its own."""
         for track in list(self._tracks.values()):
-            track.stream.fail(EngineGone(reason))
+            track.stream.fail(error(reason))
         self.cancel(list(self._tracks.values()), FinishReason.FAILED)
 
     def check_alive(self) -> None:
@@ -179,6 +205,7 @@ class EngineClient:
         if self.num_open and self.state is State.READY and silent > self._options.engine_timeout:
             log.error("the engine has been silent for %.0f s; killing it", silent)
             if self._process is not None:
+                self._was_hung = True
                 self._process.kill()  # its socket closes, and the rest follows
 
     # ── the process ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -187,34 +214,38 @@ class EngineClient:
         """Keep an engine running until `close`, or until it is beyond help (state FAILED)."""
         deaths: deque[float] = deque(maxlen=MAX_DEATHS)
         while not self._closing:
-            was_ready, reason = await self._run_once()
+            was_ready, reason, advice = await self._run_once()
             if self._closing:
                 return
             deaths.append(monotonic())
             often = len(deaths) == MAX_DEATHS and deaths[-1] - deaths[0] < DEATH_SECONDS
             if often or not was_ready or self._options.on_engine_failure == "exit":
-                self.failure = self.failure or (f"{reason}, {MAX_DEATHS} times within a minute" if often else reason)
+                times = f", {MAX_DEATHS} times within a minute" if often else ""
+                self.failure = self.failure or f"{reason}{times}: {advice}"
                 self.state = State.FAILED
                 return
-            log.error("%s; starting it again", reason)
+            log.error("%s: %s. Starting it again", reason, advice)
             self.state = State.RESTARTING
             self.num_restarts += 1
 
-    async def _run_once(self) -> tuple[bool, str]:
-        """One engine from start to end: whether it ever was ready, and how it ended."""
+    async def _run_once(self) -> tuple[bool, str, str]:
+        """One engine from start to end: whether it ever was ready, how it ended, and what to do about it."""
         lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ready.clear()
         try:
             await self._spawn(lost)
         except OSError as error:  # no descriptors or no processes left
-            return False, f"the engine process could not be started ({error.strerror or error})"
+            reason = f"the engine process could not be started ({error.strerror or error})"
+            return False, reason, "raise the limits on processes and open files (ulimit -u, ulimit -n)"
         await lost
         was_ready = self.ready.is_set()
         self.ready.clear()
-        self.fail_all("the engine process ended while it worked on this request; send it again")
+        self.fail_all(EngineGone, "the engine process ended while it worked on this request; send it again")
         assert self._process is not None
-        status = await asyncio.to_thread(_reap, self._process)
-        return was_ready, f"the engine process ended ({status})"
+        code = await asyncio.to_thread(_reap, self._process)
+        advice = endings.HUNG if self._was_hung else endings.advice(code)
+        self._was_hung = False
+        return was_ready, f"the engine process ended ({endings.status(code)})", advice
 
     async def _spawn(self, lost: asyncio.Future[None]) -> None:
         ours, theirs = socket_pair()
@@ -224,11 +255,7 @@ class EngineClient:
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
 
         def gone() -> None:
-            """At once, before anybody writes to what is closed."""
-            self._transport = None
-            self._observer.snapshot(None)
-            if not self._closing and self.failure is None:
-                self.state = State.RESTARTING
+            self._lose()
             if not lost.done():
                 lost.set_result(None)
 
@@ -236,10 +263,20 @@ class EngineClient:
         self._transport, _ = await loop.create_unix_connection(lambda: _Connection(self._receive, gone), sock=ours)
         self._transport.write(frame(self._start()))
 
+    def _lose(self) -> None:
+        """The engine has gone: known at once, before anybody writes to what is closed."""
+        self._transport = None
+        self._num_in_batch = 0
+        self._observer.snapshot(None)
+        if not self._closing and self.failure is None:
+            self.state = State.RESTARTING
+            self._start_began = monotonic()
+
     async def close(self) -> None:
         """End the engine: it leaves when its socket closes."""
         self._closing = True
-        self.fail_all("the server is shutting down")
+        reason = "the server was shut down before this request had ended; send it again when a server is up"
+        self.fail_all(ShuttingDown, reason)
         if self._transport is not None:
             self._transport.close()
         if self._process is not None:
@@ -264,10 +301,13 @@ class EngineClient:
             track = self._tracks.pop(message.id, None)
             if track is not None:
                 track.stream.push(track.index, message)
+        elif isinstance(message, Running):
+            self._num_in_batch = message.number
         elif isinstance(message, Failed):
             self.failure = message.message
         else:
             self.about, self.state = message, State.READY
+            self._start_seconds = monotonic() - self._start_began
             self.ready.set()
 
     def _receive_outputs(self, message: Outputs) -> None:
@@ -301,11 +341,10 @@ class _Connection(asyncio.Protocol):
         self._gone()
 
 
-def _reap(process: subprocess.Popen[bytes]) -> str:
-    """Wait for a process whose socket is closed; kill it if it does not leave."""
+def _reap(process: subprocess.Popen[bytes]) -> int:
+    """The return code of a process whose socket is closed; killed if it does not leave."""
     try:
-        code = process.wait(_REAP_SECONDS)
+        return process.wait(_REAP_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
-        code = process.wait()
-    return f"signal {-code}" if code < 0 else f"exit status {code}"
+        return process.wait()

@@ -12,6 +12,7 @@ from faser.errors import ConfigError, InvalidRequest
 from faser.grammar import ANY_OBJECT, shared_compiler
 from faser.models.source import DEFAULT_DRAFT, DEFAULT_HUB_NAME, open_target, recommended_sampling
 from faser.models.transformer import Transformer
+from faser.progress import progress_bar
 from faser.runtime.build import LoadedPair, build_engine, load_pair
 from faser.runtime.device import why_device
 from faser.runtime.kv_cache import bytes_per_page
@@ -32,7 +33,8 @@ def load(start: Start) -> Served:
     recommended.log_ignored()
     pair = load_pair(start.model, start.draft, options)
     engine = build_engine(pair.target, pair.draft, options, pair.tokenizer)
-    _warm_up(engine, pair)
+    with progress_bar("warming up"):
+        _warm_up(engine, pair)
     scheduler, pages = engine.scheduler, engine.scheduler.target_pages
     about = About(
         model=start.served_model_name or _model_name(start.model),

@@ -114,8 +114,6 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     """Where the engine stands: totals since it started, and the latest step. Times are of the monotonic clock."""
 
     time: float
-    running: int
-    waiting: int
     steps: int
     emitted: int
     drafted: int
@@ -152,7 +150,13 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
     snapshot: Snapshot | None = None
 
 
-FromEngine = About | Failed | Refused | Outputs
+class Running(msgspec.Struct, frozen=True, tag="running"):
+    """How many requests are in the batch. Sent before a step is executed, if the number is not the one sent last."""
+
+    number: int
+
+
+FromEngine = About | Failed | Refused | Outputs | Running
 
 _encoder = msgspec.msgpack.Encoder()
 

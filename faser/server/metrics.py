@@ -79,16 +79,18 @@ class PrometheusText:
         ):
             buckets, total = histogram.buckets()
             yield _histogram(name, help_, buckets, total, model)
-        engine_up = float(self._engine.state == "ready")
-        yield _metric(GaugeMetricFamily, "faser:engine_up", "Whether the engine serves", engine_up, model)
+        for name, help_, value in (
+            ("vllm:num_requests_running", "Requests in the batch", self._engine.num_running),
+            ("vllm:num_requests_waiting", "Open requests that are not in the batch", self._engine.num_waiting),
+            ("faser:engine_up", "Whether the engine serves", self._engine.state == "ready"),
+        ):
+            yield _metric(GaugeMetricFamily, name, help_, float(value), model)
         yield _counter("faser:engine_restarts", "Times the engine was started again", self._engine.num_restarts, model)
 
     def _of_engine(self, now: Snapshot, model: str) -> Iterator[Metric]:
         about = self._engine.about
         num_pages = about.num_pages if about is not None else 1
         for name, help_, value in (
-            ("vllm:num_requests_running", "Requests in the batch", now.running),
-            ("vllm:num_requests_waiting", "Requests waiting for a place", now.waiting),
             ("vllm:kv_cache_usage_perc", "Share of the target's KV pages in use, 0 to 1", now.pages_held / num_pages),
             ("faser:draft_kv_cache_usage", "Likewise of the draft's", (now.draft_pages_held or 0) / num_pages),
             ("faser:draft_resident", "Whether a draft model's weights are on the device",

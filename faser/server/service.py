@@ -21,7 +21,7 @@ from faser.config import ServerOptions
 from faser.errors import InvalidRequest
 from faser.grammar import GrammarCompiler
 from faser.server.answers import Answerer, ChatAnswerer, Choice, CompletionAnswerer
-from faser.server.engine_client import EngineClient, EngineGone, State, Stream, Track
+from faser.server.engine_client import EngineClient, EngineGone, ShuttingDown, State, Stream, Track
 from faser.server.figures import Figures
 from faser.server.messages import About
 from faser.server.protocol import ApiError, ChatRequest, CompletionRequest
@@ -29,7 +29,8 @@ from faser.text import Tokenizer
 from faser.types import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; chat goes on to the end of the context; a model's own default comes first
-MAX_RETRY_SECONDS = 60
+MAX_RETRY_SECONDS = 60  # the official client ignores a longer Retry-After
+MIN_START_SECONDS = 2  # for a start that takes longer than the last one, or the first of all
 GRAMMAR_SECONDS = 5.0  # to compile one; those that are not refused beforehand take milliseconds
 _LONG_TEXT = 16_384  # characters; more are rendered and tokenised beside the event loop
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd: the choices of one request have distinct seeds
@@ -79,9 +80,11 @@ class Service:
         """What is served now, or the 503 that says why nothing is."""
         about = self._engine.about
         if self.draining:
-            raise _busy("the server is shutting down", 1)
+            message = "the server is shutting down and takes no new requests; send them to another server"
+            raise _busy(message, 1, code="shutting_down")
         if about is None or self._engine.state is not State.READY:
-            raise _busy(f"the engine is {self._engine.state.value}; try again in a moment", 2)
+            seconds = self._start_seconds()
+            raise _busy(f"the engine is {self._engine.state.value}; try again in {seconds} s", seconds)
         if self._served is None or self._served.about is not about:
             self._served = Served(about)
         return self._served
@@ -94,6 +97,7 @@ class Service:
             raise ApiError(400, "echo with logprobs would need those of the prompt, which are not reported; give one",
                            param="echo")  # fmt: skip
         given = request.prompts(self._max_prompt(served.about))
+        self._check_room(served.about, request.num_choices, len(given))
         if sum(len(prompt) for prompt in given if isinstance(prompt, str)) > _LONG_TEXT:
             prompts = await asyncio.to_thread(lambda: [self._prompt_ids(prompt, served) for prompt in given])
         else:
@@ -128,7 +132,7 @@ class Service:
         """What is served, if there is room at all: a full server need not read prompts."""
         served = self.served()
         _check_model(request.model, served.about)
-        self._check_room(request.num_choices, served.about)
+        self._check_room(served.about, request.num_choices)
         return served
 
     # ── prompts ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -237,24 +241,32 @@ class Service:
         served: Served,
         arrived: float,
     ) -> Call:
-        num_choices = request.num_choices * len(prompts)
-        self._check_room(num_choices, served.about)
+        self._check_room(served.about, request.num_choices, len(prompts))
         asked = [(prompt, params, seed) for prompt in prompts for seed in _seeds(params, request.num_choices)]
         ends = () if params.ignore_eos else served.about.end_ids
         try:
             stream, tracks = self._engine.submit(asked, [*ends, *params.stop_token_ids], arrived)
         except EngineGone as error:
-            raise _busy(str(error), 2) from None
+            raise _busy(str(error), self._start_seconds()) from None
         choices = [Choice(index, served.tokenizer, params) for index in range(len(asked))]
         sizes = [len(prompt) for prompt in prompts]
         return Call(stream, tracks, choices, answerer, sizes, bool(request.stream), request.includes_usage)
 
-    def _check_room(self, num_choices: int, about: About) -> None:
-        room = about.max_running + self._options.max_waiting
+    def gone(self, error: EngineGone) -> ApiError:
+        """The answer to a request whose engine has gone."""
+        if isinstance(error, ShuttingDown):
+            return _busy(str(error), 1, code="shutting_down")
+        return _busy(str(error), self._start_seconds(), code="engine_failed")
+
+    def _start_seconds(self) -> int:
+        """When the engine will be up, by how long its last start took. Clients do not heed more than a minute."""
+        expected = self._engine.seconds_to_start or 0.0
+        return min(MAX_RETRY_SECONDS, max(MIN_START_SECONDS, math.ceil(expected)))
+
+    def _check_room(self, about: About, n: int, num_prompts: int = 1) -> None:
+        num_choices, room = num_prompts * n, about.max_running + self._options.max_waiting
         if num_choices > room:
-            raise ApiError(
-                400, f"{num_choices} choices in one request; the server takes {room}: send several", param="n"
-            )
+            raise _too_many(num_prompts, n, about, self._options.max_waiting)
         if self._engine.num_open + num_choices > room:
             raise _busy(
                 f"{self._engine.num_open} requests run or wait, and the server takes {room}; try again later",
@@ -320,6 +332,16 @@ def _too_long(given: str, most: str, param: str) -> ApiError:
     return ApiError(
         400, f"{param}: {given}, and the server takes {most}; shorten it", param=param, code="context_length_exceeded"
     )
+
+
+def _too_many(num_prompts: int, n: int, about: About, max_waiting: int) -> ApiError:
+    """More choices in one request than the server ever holds."""
+    room = about.max_running + max_waiting
+    holds = f"the server holds {room} at a time ({about.max_running} running, {max_waiting} waiting)"
+    given = f"{num_prompts} prompt{'s' if num_prompts > 1 else ''} × n={n} are {num_prompts * n} choices in one request"
+    if n > room:
+        return ApiError(400, f"{given}; {holds}: lower n", param="n")
+    return ApiError(400, f"{given}; {holds}: send at most {room // n} prompts in one request", param="prompt")
 
 
 def _busy(message: str, seconds: int, code: str = "unavailable") -> ApiError:

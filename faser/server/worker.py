@@ -20,14 +20,17 @@ from time import monotonic
 from faser.engine import Engine
 from faser.errors import FaserError, InvalidRequest
 from faser.policy.early_exit import ExitStats
+from faser.progress import progress_bar
 from faser.server.messages import (
     About,
     Add,
     Exits,
     Failed,
     Frames,
+    FromEngine,
     Outputs,
     Refused,
+    Running,
     Snapshot,
     Start,
     ToEngine,
@@ -70,7 +73,9 @@ class Worker:
         self._last_snapshot = float("-inf")
         self._step_failures = 0
         self._failed_in_a_row = 0
+        self._running = 0  # as told to the other side
         self._open = True
+        self._engine.on_plan = self._tell_running
 
     def run(self) -> None:
         """Serve until the other side is gone.
@@ -138,7 +143,7 @@ class Worker:
         try:
             self._add(message)
         except InvalidRequest as error:
-            self._connection.sendall(frame(Refused(message.id, str(error))))
+            self._write(Refused(message.id, str(error)))
 
     def _add(self, message: Add) -> None:
         params = unpack_params(message.params)
@@ -163,10 +168,20 @@ class Worker:
             snapshot = take_snapshot(self._engine, now, self._step_failures) if due else None
             if due:
                 self._last_snapshot = now
-            try:
-                self._connection.sendall(frame(Outputs([pack_progress(item) for item in progress], snapshot)))
-            except (BrokenPipeError, ConnectionResetError):
-                self._open = False
+            self._write(Outputs([pack_progress(item) for item in progress], snapshot))
+
+    def _tell_running(self) -> None:
+        """At once, because a step can take seconds."""
+        running = self._engine.scheduler.num_running
+        if running != self._running:
+            self._running = running
+            self._write(Running(running))
+
+    def _write(self, message: FromEngine) -> None:
+        try:
+            self._connection.sendall(frame(message))
+        except (BrokenPipeError, ConnectionResetError):
+            self._open = False
 
 
 def _with_error(item: Progress, reason: str) -> Progress:
@@ -180,8 +195,6 @@ def take_snapshot(engine: Engine, now: float, step_failures: int = 0) -> Snapsho
     draft_pages = scheduler.draft_pages
     return Snapshot(
         time=now,
-        running=scheduler.num_running,
-        waiting=scheduler.num_waiting,
         steps=stats.steps,
         emitted=stats.emitted,
         drafted=stats.drafted,
@@ -232,8 +245,10 @@ def main() -> int:
     connection = socket.socket(fileno=descriptor)
     start = _read_start(connection)
     logging.basicConfig(level=start.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with progress_bar("importing torch"):
+        make = _find(factory)
     try:
-        served = _find(factory)(start)
+        served = make(start)
     except FaserError as error:
         connection.sendall(frame(Failed(str(error))))
         return 1

@@ -355,7 +355,7 @@ def test_a_browser_that_fails_leaves_the_page(tmp_path: Path, monkeypatch: pytes
 
 def test_a_browser_draws_a_png_at_twice_its_size(tmp_path: Path) -> None:
     if report.browser() is None:
-        pytest.skip(f"no browser: none of {', '.join(report.BROWSERS)} is on the path")
+        pytest.skip("no Chromium: install the package chromium")
     chart = charts.bar_chart("t", [Bar("a", 1.0, "1", Look("blue"))], Axis("b", str), Size(200))
     (path,) = report.write_images(tmp_path, {"bars.png": chart}, pytest.fail)
     head = path.read_bytes()[:24]

@@ -554,7 +554,6 @@ def test_equal_logprobs_are_listed_by_id() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_device_of_the_logits_does_not_matter() -> None:
     bench, logits, slots, positions = mixed_batch(5003, 2 * len(MIXED))
     on_device = bench.sampler.sample(logits.cuda(), slots, positions)

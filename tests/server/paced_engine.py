@@ -54,3 +54,9 @@ def make(start: Start) -> Served:
         kv_bytes=0, load_seconds=0.0, tokenizer=tokenizer.to_json(), chat_template=None,
     )  # fmt: skip
     return Served(Engine(Scheduler(limits, Fixed(0), pages), PacedExecutor()), about, tokenizer)
+
+
+def die(start: Start) -> Served:
+    """What the kernel does to an engine whose model does not fit into memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("nobody survives SIGKILL")

@@ -52,7 +52,7 @@ def test_the_page_never_parses_what_the_server_sends_as_html() -> None:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     if CHROMIUM is None:
-        pytest.skip("no Chromium: none of chromium, chromium-browser, google-chrome is on the path")
+        pytest.skip("no Chromium: install the package chromium")
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is missing: pip install 'faser[dev]'")
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_FLAGS)
@@ -153,7 +153,7 @@ def test_a_silent_server_is_said_to_be_silent_until_it_answers(browser: Browser,
     _open(page, server)
     page.route("**/dashboard/data", lambda route: route.abort())
     page.wait_for_selector("#banner", state="visible")
-    assert re.search(r"no answer from the server since \d+ s", page.text_content("#banner") or "")
+    assert re.search(r"no answer from the server for \d+ s", page.text_content("#banner") or "")
     page.unroute("**/dashboard/data")
     page.wait_for_selector("#banner", state="hidden")
     assert page.text_content("#state") == "ready"
@@ -209,6 +209,17 @@ def test_without_a_draft_and_without_data_the_page_says_so(page: Page) -> None:
     assert page.is_visible("#no-draft")
     assert not page.is_visible("#lengths-chart")
     assert "no data yet" in (page.text_content("#output-chart") or "")
+
+
+@pytest.mark.parametrize(("milliseconds", "labels"), [(30_000.0, ["0 s", "10 s", "30 s"]), (80.0, ["0 ms", "80 ms"])])
+def test_the_axis_of_step_times_has_a_unit_that_fits(page: Page, milliseconds: float, labels: list[str]) -> None:
+    times = [1000.0, 1001.0]
+    history = {name: [0.0, 0.0] for name in QUIET["history"]} | {"time": times, "step_ms": [milliseconds] * 2}
+    page.route("**/dashboard/data", lambda route: route.fulfill(json={**QUIET, "history": history}))
+    page.wait_for_function("document.getElementById('state').textContent === 'starting'")
+    found = page.locator("#step-chart text").all_text_contents()
+    assert set(labels) <= set(found)
+    assert not [text for text in found if text.endswith("k")]
 
 
 def test_a_model_name_is_text_whatever_it_contains(page: Page) -> None:

@@ -28,8 +28,8 @@ def about():
                            num_pages=10, page_size=16, kv_tokens=160)  # fmt: skip
 
 
-def engine():
-    return SimpleNamespace(about=about(), state="ready", num_restarts=0)
+def engine(running=0, waiting=0):
+    return SimpleNamespace(about=about(), state="ready", num_restarts=0, num_running=running, num_waiting=waiting)
 
 
 def test_a_histogram_counts_each_value_below_its_bound():
@@ -64,10 +64,10 @@ def test_a_request_given_up_counts_as_cancelled_and_not_as_a_latency():
 def test_metrics_carry_their_names_and_the_snapshot_s_numbers():
     figures = Figures()
     figures.snapshot(
-        snapshot(running=3, waiting=2, drafted=30, verified=25, accepted=20, pages_held=5, draft_pages_held=2,
+        snapshot(drafted=30, verified=25, accepted=20, pages_held=5, draft_pages_held=2,
                  lengths=[4, 0, 15], accepted_per_position=[12, 8], off_seconds=1.5)
     )  # fmt: skip
-    text = PrometheusText(figures, engine()).render().decode()
+    text = PrometheusText(figures, engine(running=3, waiting=2)).render().decode()
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -120,41 +120,68 @@ def test_early_exit_is_told_by_layer_and_in_words():
 
 
 WORDS = {
-    "speculation off since 12 s: 180 requests decoding": {"running": 180, "last_decoding": 180},
-    "drafting 2 tokens for each of 3 requests": {
-        "running": 3, "last_decoding": 3, "last_drafting": 3, "last_drafted": 6,
-    },
-    "drafting 1 token for 1 of 2 requests": {
-        "running": 2, "last_decoding": 2, "last_drafting": 1, "last_drafted": 1,
-    },
-    "drafting 1.5 tokens on average for each of 2 requests": {
-        "running": 2, "last_decoding": 2, "last_drafting": 2, "last_drafted": 3,
-    },
-    "idle; policy fixed:2": {"running": 0, "last_drafting": 3},
-    "1 request being read; none decodes yet": {"running": 1, "speculating_changed": None},
+    "speculation off for 12 s; last step: 180 requests decoding": (179, {"last_decoding": 180}),
+    "last step: 2 tokens drafted for each of 3 requests": (
+        3, {"last_decoding": 3, "last_drafting": 3, "last_drafted": 6},
+    ),
+    "last step: 1 token drafted for 1 of 2 requests": (2, {"last_decoding": 2, "last_drafting": 1, "last_drafted": 1}),
+    "last step: 1.5 tokens on average drafted for each of 2 requests": (
+        2, {"last_decoding": 2, "last_drafting": 2, "last_drafted": 3},
+    ),
+    "idle; policy fixed:2": (0, {"last_drafting": 3}),
+    "1 request being read; none decodes yet": (1, {"speculating_changed": None}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("words", WORDS)
 def test_speculation_is_described_in_words(words):
-    assert describe(snapshot(**WORDS[words]), NOW, "fixed:2") == words
+    running, fields = WORDS[words]
+    assert describe(snapshot(**fields), running, NOW, "fixed:2") == words
+
+
+IDLE = snapshot()
+
+
+class Board:
+    """A dashboard whose clock, engine and snapshots the test moves."""
+
+    def __init__(self, monkeypatch, first: Snapshot | None = IDLE) -> None:
+        self.now, self.figures, self.client = NOW, Figures(), engine()
+        monkeypatch.setattr("faser.server.dashboard.monotonic", lambda: self.now)
+        self.board = Dashboard(self.figures, self.client)
+        self.figures.snapshot(first)
+        self.tick()
+
+    def tick(self, seconds=1.0) -> None:
+        self.now += seconds
+        self.board.tick()
+
+    def play(self, seconds: int, step: float, running: int) -> None:
+        """Seconds in which steps run, one after the other. Each brings every running request a token."""
+        self.client.num_running = running
+        began, first = self.now, self.figures.latest
+        for second in range(1, seconds + 1):
+            done = int(second / step + 1e-9)
+            self.figures.snapshot(snapshot(
+                time=began + done * step, steps=first.steps + done, emitted=first.emitted + done * running,
+                step_seconds=first.step_seconds + done * step,
+            ))  # fmt: skip
+            self.tick()
+
+    def history(self) -> dict:
+        return self.board.data("ready")["history"]
 
 
 def test_the_dashboard_s_history_holds_rates_between_seconds(monkeypatch):
-    clock = [NOW]
-    monkeypatch.setattr("faser.server.dashboard.monotonic", lambda: clock[0])
-    figures = Figures()
-    board = Dashboard(figures, engine())
-    figures.snapshot(snapshot())
-    board.tick()
-    clock[0] += 2
-    figures.output_tokens = 50
-    figures.snapshot(
-        snapshot(running=2, steps=10, step_seconds=1.0, predicted_seconds=0.8, accepted=20, drafted=30, verified=28,
-                 lengths=[5, 0, 15], verified_per_position=[15, 13], accepted_per_position=[12, 8], pages_held=5)
+    board = Board(monkeypatch)
+    board.client.num_running = 2
+    board.figures.snapshot(
+        snapshot(time=NOW + 3, emitted=50, steps=10, step_seconds=1.0, predicted_seconds=0.8, accepted=20, drafted=30,
+                 verified=28, lengths=[5, 0, 15], verified_per_position=[15, 13], accepted_per_position=[12, 8],
+                 pages_held=5)
     )  # fmt: skip
-    board.tick()
-    data = board.data("ready")
+    board.tick(2.0)
+    data = board.board.data("ready")
     history = data["history"]
     assert history["output_rate"][-1] == 25.0
     assert history["step_ms"][-1] == 100.0
@@ -162,9 +189,54 @@ def test_the_dashboard_s_history_holds_rates_between_seconds(monkeypatch):
     assert history["accepted_rate"][-1] == 10.0
     assert history["mean_length"][-1] == 1.5
     assert history["kv_used"][-1] == 0.5
+    assert history["running"][-1] == data["now"]["running"] == 2
+    assert data["now"]["output_rate"] == 25.0
     assert data["drafted"]["total"] == {"accepted": 20, "rejected": 8, "pruned": 2}
     assert data["positions"] == {"verified": [15, 13], "accepted": [12, 8]}
     assert data["lengths"] == [5, 0, 15]
+
+
+@pytest.mark.parametrize("step", [0.05, 0.7, 3.2, 30.0])
+def test_rates_are_steady_however_long_a_step_takes(monkeypatch, step):
+    board = Board(monkeypatch)
+    board.play(seconds=200, step=step, running=21)
+    history = board.history()
+    num_before = int(step) + 2  # points until the first step has ended
+    rates = history["output_rate"][num_before:]
+    assert rates == pytest.approx([21 / step] * len(rates), rel=0.01)
+    assert {round(milliseconds) for milliseconds in history["step_ms"][num_before:]} == {round(1000 * step)}
+
+
+def test_the_rate_of_the_first_step_counts_from_the_start(monkeypatch):
+    board = Board(monkeypatch, first=None)
+    board.client.num_running = 8
+    board.tick()
+    board.figures.snapshot(snapshot(time=board.now + 1, steps=1, emitted=8, step_seconds=2.0))
+    board.tick()
+    assert board.history()["output_rate"] == [0.0, 0.0, 4.0]
+
+
+def test_a_rate_is_zero_again_when_nothing_is_open_and_when_the_engine_hangs(monkeypatch):
+    board = Board(monkeypatch)
+    board.play(seconds=30, step=2.0, running=4)
+    board.client.num_running = 0
+    board.tick()
+    board.tick()
+    assert board.history()["output_rate"][-3:] == [2.0, pytest.approx(2.0, rel=0.2), 0.0]
+    board.play(seconds=30, step=2.0, running=4)
+    for _ in range(130):
+        board.tick()
+    assert board.history()["output_rate"][-1] == 0.0
+
+
+def test_the_lengths_of_now_are_those_of_several_steps(monkeypatch):
+    board = Board(monkeypatch)
+    board.client.num_running = 4
+    for step in range(6):
+        board.figures.snapshot(snapshot(time=board.now, steps=step, lengths=[0, 4 * step]))
+        for _ in range(10):
+            board.tick()
+    assert board.board.data("ready")["lengths"] == [0, 12]
 
 
 @pytest.mark.parametrize(("accepted", "told"), [([], [0, 0]), ([3], [3, 0])])

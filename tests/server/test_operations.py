@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shlex
 import signal
@@ -97,8 +98,8 @@ def test_a_key_of_the_command_line_is_not_printed(paced):
 def test_a_client_that_leaves_frees_its_pages(paced):
     with paced() as server:
         stream = open_stream(server)
-        eventually(lambda: server.metric("vllm:num_requests_running") == 1, "the request runs")
-        assert server.metric("vllm:kv_cache_usage_perc") > 0
+        assert server.metric("vllm:num_requests_running") == 1, "no later than its first token"
+        eventually(lambda: server.metric("vllm:kv_cache_usage_perc") > 0, "it holds pages")
         stream.close()
         eventually(lambda: is_idle(server), "its pages are free")
         assert server.metric("vllm:request_success_total") == 1
@@ -145,6 +146,7 @@ def test_a_hung_engine_is_killed_and_its_requests_get_an_error(paced):
         assert server.complete(prompt="a", max_tokens=2)["choices"]
         ends = server.get("/dashboard/data")[1]["requests"]
         assert (ends["failed"], ends["cancelled"]) == (1, 0)
+        assert "it hung and was killed; if its steps are long, raise --engine-timeout" in server.log
 
 
 def test_an_engine_can_be_started_again_behind_a_thousand_connections(paced):
@@ -183,6 +185,15 @@ def test_a_full_queue_answers_503_and_when_to_try_again(paced):
         assert server.metric("faser:requests_refused_total") == 1
         status, answer = server.post("/v1/completions", {"prompt": "a", "n": 3})
         assert (status, answer["error"]["param"]) == (400, "n"), "what can never fit is not told to try again"
+        assert answer["error"]["message"] == (
+            "1 prompt × n=3 are 3 choices in one request; the server holds 2 at a time (1 running, 1 waiting): lower n"
+        )
+        status, answer = server.post("/v1/completions", {"prompt": ["a"] * 128})
+        assert (status, answer["error"]["param"]) == (400, "prompt")
+        assert answer["error"]["message"] == (
+            "128 prompts × n=1 are 128 choices in one request; the server holds 2 at a time (1 running, 1 waiting): "
+            "send at most 2 prompts in one request"
+        )
 
 
 # ── signals ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -196,7 +207,8 @@ def test_sigterm_lets_the_running_finish_refuses_the_new_and_exits_0(paced):
         server.process.send_signal(signal.SIGTERM)
         eventually(lambda: server.get("/health") == (503, {**HEALTH, "status": "draining"}), "it drains")
         status, answer = server.post("/v1/completions", {"prompt": "a"})
-        assert (status, answer["error"]["message"]) == (503, "the server is shutting down")
+        assert (status, answer["error"]["code"]) == (503, "shutting_down")
+        assert "takes no new requests; send them to another server" in answer["error"]["message"]
         assert running_one.result()["usage"]["completion_tokens"] == 100
         assert server.process.wait(60) == 0
         eventually(lambda: not os.path.exists(f"/proc/{engine_id}"), "the engine is gone too")
@@ -210,7 +222,9 @@ def test_what_outlives_the_grace_ends_with_an_error_and_the_exit_status_is_still
         stream = open_stream(server)
         assert server.stop() == 0
         *_, last = [line for line in stream.read().split(b"\n\n") if line]
-        assert json.loads(last.removeprefix(b"data: "))["error"]["message"] == "the server is shutting down"
+        error = json.loads(last.removeprefix(b"data: "))["error"]
+        assert error["code"] == "shutting_down"
+        assert "shut down before this request had ended; send it again" in error["message"]
 
 
 def test_a_second_signal_ends_the_grace(paced):
@@ -261,7 +275,7 @@ def test_an_engine_failure_can_end_the_server_with_a_status(paced):
     with paced("--on-engine-failure", "exit") as server:
         os.kill(server.engine_id, signal.SIGKILL)
         assert server.process.wait(60) == 1
-        assert "faser: the engine process ended (signal 9)" in server.log
+        assert "faser: the engine process ended (signal 9, SIGKILL): the machine ran out of memory, or" in server.log
 
 
 def test_an_engine_that_keeps_dying_is_given_up(paced):
@@ -271,6 +285,15 @@ def test_an_engine_that_keeps_dying_is_given_up(paced):
             server.post("/v1/completions", {"prompt": "&"})  # kills the engine that takes it in
         assert server.process.wait(60) == 1
         assert "3 times within a minute" in server.log
+
+
+def test_an_engine_killed_while_it_starts_is_one_line_with_a_remedy(paced):
+    with paced(factory="tests.server.paced_engine:die", wait=False) as server:
+        assert server.process.wait(60) == 1
+    (line,) = [line for line in server.log.splitlines() if line.startswith("faser: ")]
+    assert re.search(r"used up to \d+\.\d GiB, and the machine has \d+\.\d GiB", line)
+    assert "--kv-memory" in line
+    assert "Traceback" not in server.log
 
 
 def test_a_step_that_fails_takes_its_requests_and_nothing_else(paced):

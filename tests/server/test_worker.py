@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from contextlib import contextmanager
 from itertools import pairwise
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 from hypothesis import given
@@ -21,6 +21,7 @@ from faser.server.messages import (
     FromEngine,
     Outputs,
     Refused,
+    Running,
     frame,
     pack_params,
     socket_pair,
@@ -40,6 +41,7 @@ class Link:
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, object] = {}
         self.refused: dict[str, str] = {}
+        self.running: list[int] = []
         self.snapshot = None
 
     def send(self, *messages) -> None:
@@ -51,6 +53,8 @@ class Link:
         for message in self.frames.feed(data):
             if isinstance(message, Refused):
                 self.refused[message.id] = message.message
+            elif isinstance(message, Running):
+                self.running.append(message.number)
             elif isinstance(message, Outputs):
                 self.take(message)
 
@@ -102,9 +106,8 @@ def test_requests_come_back_whole_and_the_worker_rests():
             "a": expected_output([1, 2, 3], SEED, 10),
             "b": expected_output([2, 2], SEED, 5),
         }
-        link.until(lambda: link.snapshot is not None and link.snapshot.running == 0)
+        link.until(lambda: link.snapshot is not None and link.snapshot.pages_held == 0)
         assert link.snapshot.emitted == 15
-        assert link.snapshot.pages_held == 0
         assert sum(link.snapshot.lengths) == sum(end.stats.steps for end in link.ends.values())
 
 
@@ -124,6 +127,37 @@ def test_what_can_never_fit_is_refused_and_nothing_else_is_lost():
         link.until(lambda: len(link.ends) == 1 and len(link.refused) == 2)
         assert "4010" in link.refused["a"]
         assert "already in use" in link.refused["b"]
+
+
+class Held:
+    """Executes nothing until the test says so."""
+
+    def __init__(self, inner) -> None:
+        self.inner, self.go = inner, Event()
+
+    def execute(self, plan):
+        assert self.go.wait(60)
+        return self.inner.execute(plan)
+
+    def close(self) -> None: ...
+
+
+def test_what_runs_is_known_before_the_first_step_ends():
+    held = []
+    with working(lambda inner: held.append(Held(inner)) or held[0]) as (link, _):
+        link.send(add("a", [1, 2], 2), add("b", [1, 3], 2))
+        link.until(lambda: link.running == [2])
+        assert link.tokens == {}
+        held[0].go.set()
+        link.until(lambda: len(link.ends) == 2)
+
+
+def test_what_runs_is_not_repeated_while_it_does_not_change():
+    with working() as (link, _):
+        link.send(add("a", [1, 2], 20), add("b", [1, 3], 20))
+        link.until(lambda: len(link.ends) == 2)
+        assert link.running[0] == 2
+        assert len(link.running) <= 2, "at the start, and when one of the two has ended"
 
 
 class Failing:

@@ -103,7 +103,7 @@ class CudaDevice:
         target.allocate_pages(num_pages)
         if draft is not None:
             draft.allocate_pages(num_pages + branch_pages)
-        with progress_bar("capturing graphs") as update:
+        with progress_bar("compiling kernels and capturing graphs") as update:
             executor.prepare(parts.usual_length, update, parts.exit_layers)
         if ledger is not None:
             log.info("%s", ledger.graphs_are_made(num_pages * page_bytes, num_pages * parts.page_size))

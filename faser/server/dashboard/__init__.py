@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
 from time import monotonic, time
 from typing import Any
@@ -18,18 +17,32 @@ from faser.types import FinishReason
 PAGE = Path(__file__).parent / "index.html"
 HISTORY_SECONDS = 600
 WINDOW_SECONDS = 60.0  # of percentiles and shares
+LENGTHS_SECONDS = 3.0  # of the lengths shown as those of now
+RATE_STEPS = 3  # rates are taken over as many steps at least, because a step can take longer than a second
+RATE_SECONDS = 120.0  # and over no more than this
 
 
 class _Point:
     """One second of the past."""
 
-    __slots__ = ("monotonic", "num_restarts", "output_tokens", "snapshot", "time")
+    __slots__ = ("counted", "monotonic", "num_restarts", "running", "snapshot", "time", "waiting")
 
-    def __init__(self, figures: Figures, num_restarts: int) -> None:
+    def __init__(self, figures: Figures, engine: EngineClient, before: _Point | None) -> None:
         self.time, self.monotonic = time(), monotonic()
-        self.num_restarts = num_restarts  # totals of two engines are not to be subtracted
-        self.output_tokens = figures.output_tokens
+        self.num_restarts = engine.num_restarts  # totals of two engines are not to be subtracted
+        self.running, self.waiting = engine.num_running, engine.num_waiting
         self.snapshot = figures.latest
+        self.counted = self.monotonic  # up to when the snapshot's totals are complete
+        if not self.is_idle and self.snapshot is not None:
+            self.counted = max(self.snapshot.time, before.counted if before is not None else 0.0)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.running and not self.waiting
+
+    @property
+    def steps(self) -> int:
+        return self.snapshot.steps if self.snapshot is not None else 0
 
 
 class Dashboard:
@@ -39,14 +52,14 @@ class Dashboard:
         self._figures = figures
         self._engine = engine
         self._started = monotonic()
-        self._points: deque[_Point] = deque([_Point(figures, engine.num_restarts)], maxlen=HISTORY_SECONDS + 1)
+        self._points: deque[_Point] = deque([_Point(figures, engine, None)], maxlen=HISTORY_SECONDS + 1)
 
     def tick(self) -> None:
         """Once a second."""
-        self._points.append(_Point(self._figures, self._engine.num_restarts))
+        self._points.append(_Point(self._figures, self._engine, self._points[-1]))
 
     def data(self, state: str) -> dict[str, Any]:
-        lengths = self._gained("lengths", 3)
+        lengths = self._gained("lengths", self._lengths_seconds())
         verified = self._gained("verified_per_position", WINDOW_SECONDS)
         accepted = self._gained("accepted_per_position", WINDOW_SECONDS)
         num_positions = sum(count > 0 for count in verified)  # a later position is verified no more often
@@ -78,32 +91,28 @@ class Dashboard:
         snapshot, about = self._figures.latest, self._engine.about
         pages = about.num_pages if about is not None else 1
         first, per_token = (_recent(r) for r in (self._figures.recent_first, self._figures.recent_per_token))
-        history = self._history(5)
+        last = _row(list(self._points), len(self._points) - 1)
         now: dict[str, Any] = {
-            "running": 0, "waiting": 0, "kv_used": 0.0, "draft_kv_used": None, "speculating": False,
-            "prefix_hit_rate": None,
-            "output_rate": history["output_rate"][-1] if history["output_rate"] else 0.0,
-            "step_ms": history["step_ms"][-1] if history["step_ms"] else None,
-            "predicted_ms": history["predicted_ms"][-1] if history["predicted_ms"] else None,
+            "running": self._engine.num_running, "waiting": self._engine.num_waiting,
+            "kv_used": 0.0, "draft_kv_used": None, "speculating": False, "prefix_hit_rate": None,
+            "output_rate": last["output_rate"], "step_ms": last["step_ms"], "predicted_ms": last["predicted_ms"],
             "ttft_p50": _percentile(first, 50), "ttft_p99": _percentile(first, 99),
             "tpot_p50": _percentile(per_token, 50), "tpot_p99": _percentile(per_token, 99),
-            "speculation": describe(snapshot, monotonic(), about.policy if about is not None else ""),
+            "speculation": describe(snapshot, self._engine.num_running, monotonic(), about.policy if about else ""),
         }  # fmt: skip
         if snapshot is not None:
             draft_pages = snapshot.draft_pages_held
             now |= {
-                "running": snapshot.running,
-                "waiting": snapshot.waiting,
                 "kv_used": snapshot.pages_held / pages,
                 "draft_kv_used": draft_pages / pages if draft_pages is not None else None,
-                "speculating": snapshot.running > 0 and snapshot.last_drafting > 0,
+                "speculating": self._engine.num_running > 0 and snapshot.last_drafting > 0,
                 "prefix_hit_rate": snapshot.prefix_hits / snapshot.prefix_queries if snapshot.prefix_queries else None,
             }
         return now
 
-    def _history(self, last: int = HISTORY_SECONDS) -> dict[str, list[Any]]:
-        points = list(self._points)[-last - 1 :]
-        rows = [_between(before, after) for before, after in pairwise(points)]
+    def _history(self) -> dict[str, list[Any]]:
+        points = list(self._points)
+        rows = [_row(points, index) for index in range(1, len(points))]
         names = (
             "time", "output_rate", "running", "waiting", "kv_used", "step_ms", "predicted_ms", "accepted_rate",
             "mean_length",
@@ -112,6 +121,12 @@ class Dashboard:
         history = {name: [row[name] for row in rows] for name in names}
         history["kv_used"] = [held / pages for held in history["kv_used"]]
         return history
+
+    def _lengths_seconds(self) -> float:
+        """Long enough for several steps."""
+        points = list(self._points)
+        start = _window_start(points, len(points) - 1)
+        return max(LENGTHS_SECONDS, monotonic() - points[start].monotonic)
 
     def _snapshot_before(self, seconds: float) -> Snapshot | None:
         """Where the engine stood so long ago; None if it has not run for so long, or was started again since."""
@@ -130,10 +145,7 @@ class Dashboard:
         latest = self._figures.latest
         if latest is None:
             return {"accepted": 0, "rejected": 0, "pruned": 0}
-        drafted, verified, accepted = (
-            getattr(latest, name) - (getattr(before, name) if before is not None else 0)
-            for name in ("drafted", "verified", "accepted")
-        )
+        drafted, verified, accepted = (_gain(name, before, latest) for name in ("drafted", "verified", "accepted"))
         return {"accepted": accepted, "rejected": verified - accepted, "pruned": drafted - verified}
 
     def _requests(self) -> dict[str, int]:
@@ -143,22 +155,22 @@ class Dashboard:
         return {"finished": ends["stop"] + ends["length"], **by_reason, "refused": refused}
 
 
-def describe(snapshot: Snapshot | None, now: float, policy: str) -> str:
-    """What speculation does at this moment, in words."""
+def describe(snapshot: Snapshot | None, running: int, now: float, policy: str) -> str:
+    """What speculation does, in words. The last step may have had requests that ended since: `running` is of now."""
     if snapshot is None:
         return "nothing has run yet"
     decoding, drafting = snapshot.last_decoding, snapshot.last_drafting
-    if snapshot.running == 0:
+    if running == 0:
         return f"idle; policy {policy}"
     if snapshot.speculating_changed is None:
-        return f"{_requests(snapshot.running)} being read; none decodes yet"
+        return f"{_requests(running)} being read; none decodes yet"
     if not drafting:
-        since = _age(now - snapshot.speculating_changed)
-        return f"speculation off since {since}: {_requests(decoding)} decoding"
+        age = _age(now - snapshot.speculating_changed)
+        return f"speculation off for {age}; last step: {_requests(decoding)} decoding"
     mean = snapshot.last_drafted / drafting
     tokens = f"{mean:.0f} token{'s' if mean != 1 else ''}" if mean == round(mean) else f"{mean:.1f} tokens on average"
     who = f"each of {_requests(drafting)}" if drafting == decoding else f"{drafting} of {_requests(decoding)}"
-    return f"drafting {tokens} for {who}"
+    return f"last step: {tokens} drafted for {who}"
 
 
 def describe_exits(snapshot: Snapshot | None) -> str:
@@ -187,14 +199,14 @@ def _age(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
-def _between(before: _Point, after: _Point) -> dict[str, Any]:
-    """What happened in one second."""
-    seconds = max(after.monotonic - before.monotonic, 1e-3)
+def _row(points: Sequence[_Point], index: int) -> dict[str, Any]:
+    """A point of the charts. Rates are those of a window that ends with the last step before the point."""
+    before, after = points[_window_start(points, index)], points[index]
     row: dict[str, Any] = {
         "time": after.time,
-        "output_rate": (after.output_tokens - before.output_tokens) / seconds,
-        "running": 0,
-        "waiting": 0,
+        "output_rate": 0.0,
+        "running": after.running,
+        "waiting": after.waiting,
         "kv_used": 0,
         "step_ms": None,
         "predicted_ms": None,
@@ -204,17 +216,37 @@ def _between(before: _Point, after: _Point) -> dict[str, Any]:
     now, was = after.snapshot, before.snapshot
     if now is None:
         return row
-    row |= {"running": now.running, "waiting": now.waiting, "kv_used": now.pages_held}
-    if was is None or before.num_restarts != after.num_restarts:
+    row["kv_used"] = now.pages_held
+    if before.num_restarts != after.num_restarts:
         return row
-    steps, decoded = now.steps - was.steps, sum(now.lengths) - sum(was.lengths)
+    steps, seconds = _gain("steps", was, now), after.counted - before.counted
+    decoded = sum(now.lengths) - (sum(was.lengths) if was is not None else 0)
     if steps:
-        row["step_ms"] = 1e3 * (now.step_seconds - was.step_seconds) / steps
-        row["predicted_ms"] = 1e3 * (now.predicted_seconds - was.predicted_seconds) / steps
+        row["step_ms"] = 1e3 * _gain("step_seconds", was, now) / steps
+        row["predicted_ms"] = 1e3 * _gain("predicted_seconds", was, now) / steps
     if decoded:
-        row["mean_length"] = (now.drafted - was.drafted) / decoded
-    row["accepted_rate"] = (now.accepted - was.accepted) / seconds
+        row["mean_length"] = _gain("drafted", was, now) / decoded
+    if seconds > 0:
+        row["output_rate"] = _gain("emitted", was, now) / seconds
+        row["accepted_rate"] = _gain("accepted", was, now) / seconds
     return row
+
+
+def _gain(name: str, was: Snapshot | None, now: Snapshot) -> Any:
+    """What a total has gained. An engine that has not spoken yet has totals of zero."""
+    return getattr(now, name) - (getattr(was, name) if was is not None else 0)
+
+
+def _window_start(points: Sequence[_Point], index: int) -> int:
+    """The latest earlier point from which there were several steps up to this one, or at which nothing was open."""
+    after = points[index]
+    for start in range(index - 1, -1, -1):
+        before = points[start]
+        if before.num_restarts != after.num_restarts or after.monotonic - before.monotonic > RATE_SECONDS:
+            return min(start + 1, index - 1)
+        if before.is_idle or after.steps - before.steps >= RATE_STEPS:
+            return start
+    return 0
 
 
 def _difference(before: Iterable[int], after: Sequence[int]) -> list[int]:

@@ -94,7 +94,7 @@ INTERPRETED = {("some, twice", True), ("any length", True), ("right", False), ("
 
 def leave_most_to_the_gpu(device: str, runs: bool) -> None:
     if device == "cpu" and not runs:
-        pytest.skip("slow in the interpreter, where others of its kind run")
+        pytest.skip("slow in Triton's interpreter: `make test-gpu` runs these on a GPU")
 
 
 POLICIES = {

@@ -114,7 +114,6 @@ def test_the_plans_chosen_for_a_small_model_are_right(num_rows, place):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("num_rows", [1, 2, 4, 5, 16, 17, 64, 128])
 @pytest.mark.parametrize(
     ("shape", "dtype"),
@@ -136,7 +135,6 @@ def test_the_plans_chosen_for_real_shapes_are_right(shape, dtype, num_rows):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("num_rows", [1, 2, 4, 16, 64, 128])
 def test_kernels_that_overlap_in_a_graph_give_the_bits_of_kernels_that_do_not(num_rows):
     place = ("cuda", torch.bfloat16)

@@ -41,7 +41,7 @@ def profiling(device, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("kind", "ahead"), [("model", True), ("model", False), ("ngram", False)])
 def test_requests_get_the_same_tokens_after_profiling(device, profiling: Profiling, kind, ahead):
     if device == "cpu" and not ahead:
-        pytest.skip("an interpreter takes long, and does the same")
+        pytest.skip("slow in Triton's interpreter: `make test-gpu` runs these on a GPU")
     config = replace(CONFIGS["llama3"], head_dim=16, num_layers=1 if device == "cpu" else 3)
     target = Transformer.random(config, 0, std=0.3)
     requests = chosen(target, device)

@@ -101,7 +101,7 @@ def check_rows(plan: Plan, history: torch.Tensor, rows: DeviceRows, last_token: 
 )
 def test_rows_are_those_the_host_would_lay_out(device, count, num_bucket, most_rows):
     if count > 100 and device == "cpu":
-        pytest.skip("many programs, slow in the interpreter; the same body runs on the GPU")
+        pytest.skip("slow in Triton's interpreter: `make test-gpu` runs these on a GPU")
     for seed in range(3):
         rng = np.random.default_rng(seed)
         plan = make_plan(rng, count, num_bucket + 2, most_rows, 4)

@@ -412,7 +412,7 @@ def verdict_of_the_cpu(step: Step) -> tuple[list[list[int]], list[int], list[int
 @pytest.mark.parametrize(("num", "num_bucket", "max_length"), [(1, 1, 3), (5, 8, 0), (9, 12, 4), (256, 256, 7)])
 def test_the_verdict_is_the_cpu_verifiers(device, num, num_bucket, max_length, chance):
     if num > 100 and device == "cpu":
-        pytest.skip("many programs, slow in the interpreter; the same body runs on the GPU")
+        pytest.skip("slow in Triton's interpreter: `make test-gpu` runs these on a GPU")
     for seed in range(4):
         step = make_step(device, np.random.default_rng(seed), num, num_bucket, max_length, chance)
         emitted, accepted, broken, hits, history = verdict_of_the_cpu(step)
