@@ -16,7 +16,7 @@ MIN_PAIRS, MAX_PAIRS = 2, 8  # of blocks in a comparison
 CERTAIN = 2.0  # standard errors
 LEAST_ERROR = 0.02  # of a mean of log ratios: two blocks may agree by chance
 TRUSTED_ERRORS = 3.0  # an expected gain of this many times the error of predictions needs no comparison
-FIRST_HOLD, LAST_HOLD = 128, 4096  # steps for which a result holds; doubles while it stays the same
+FIRST_HOLD, LAST_HOLD = 128, 1024  # steps for which a result holds; doubles while it stays the same
 
 
 class MeasuredGain:
