@@ -2,7 +2,7 @@
 
 Knows outcomes of steps and what a step without drafts should take; no lengths. Costs that predict steps poorly cannot
 say whether a small gain is real. Where the expected gain is not larger than their error explains, blocks of steps with
-and without drafts take turns, and the faster way goes on, for longer and longer, until they are compared again.
+and without drafts take turns, and the faster way goes on until they are compared again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ MIN_PAIRS, MAX_PAIRS = 2, 8  # of blocks in a comparison
 CERTAIN = 2.0  # standard errors
 LEAST_ERROR = 0.02  # of a mean of log ratios: two blocks may agree by chance
 TRUSTED_ERRORS = 3.0  # an expected gain of this many times the error of predictions needs no comparison
-FIRST_HOLD, LAST_HOLD = 128, 1024  # steps for which a result holds; doubles while it stays the same
+CLEAR = 0.08  # log ratio of one pair that confirms the last result by itself
+COMPARING_COST = 0.005  # share of throughput: the more the slower way loses, the rarer it is tried
+MIN_HOLD, MAX_HOLD = 128, 4096  # steps for which a result holds
 
 
 class MeasuredGain:
@@ -54,7 +56,8 @@ class _Comparison:
     def __init__(self) -> None:
         self.allows = True  # in the present block, or while the result holds
         self._pays = True  # the last result
-        self._hold, self._steps_left = FIRST_HOLD, 0
+        self._is_first = True
+        self._steps_left = 0  # of the hold
         self._begin()
 
     def _begin(self) -> None:
@@ -100,14 +103,15 @@ class _Comparison:
 
     def _is_decided(self) -> bool:
         count = len(self._gains)
-        if count < MIN_PAIRS:
-            return False
         mean = sum(self._gains) / count
+        if count < MIN_PAIRS:
+            return not self._is_first and (mean > CLEAR if self._pays else mean < -CLEAR)
         variance = sum((gain - mean) ** 2 for gain in self._gains) / (count - 1)
         return count >= MAX_PAIRS or abs(mean) > CERTAIN * max(LEAST_ERROR, math.sqrt(variance / count))
 
     def _conclude(self) -> None:
-        pays = sum(self._gains) > 0
-        self._hold = min(LAST_HOLD, 2 * self._hold) if pays == self._pays else FIRST_HOLD
-        self._pays = self.allows = pays
-        self._steps_left = self._hold
+        mean = sum(self._gains) / len(self._gains)
+        lost = len(self._gains) * (1 + BLOCK_STEPS) * (1 - math.exp(-abs(mean)))  # steps' worth of the faster way
+        self._pays = self.allows = mean > 0
+        self._is_first = False
+        self._steps_left = int(min(MAX_HOLD, max(MIN_HOLD, lost / COMPARING_COST)))

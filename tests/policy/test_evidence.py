@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from faser.policy.base import Outcome
-from faser.policy.evidence import FIRST_HOLD, MeasuredGain
+from faser.policy.evidence import MAX_HOLD, MeasuredGain
 
 PLAIN = 0.05  # seconds of a step without drafts
 
@@ -35,7 +35,7 @@ class Traffic:
 @pytest.mark.parametrize("noise", [0.0, 0.2])
 def test_drafts_that_lose_are_soon_given_up_and_rarely_tried(gain, noise):
     traffic = Traffic(gain, noise)
-    traffic.run(2000)
+    traffic.run(6000)
     assert np.mean(traffic.drafted) < 0.08
     assert any(traffic.drafted[200:]), "it is never tried again"
 
@@ -58,8 +58,17 @@ def test_a_machine_that_changes_is_noticed():
     traffic = Traffic(0.8)
     traffic.run(100)
     traffic.gain = 1.3
-    traffic.run(3 * FIRST_HOLD)
+    traffic.run(MAX_HOLD)
     assert traffic.drafted[-1]
+
+
+@pytest.mark.parametrize("gain", [0.6, 0.8, 0.95, 1.3])
+def test_comparing_costs_less_than_a_hundredth(gain):
+    traffic = Traffic(gain, noise=0.1)
+    traffic.run(20_000)
+    loses = gain < 1
+    wrong = sum(drafted == loses for drafted in traffic.drafted)
+    assert wrong * abs(1 - gain) < 0.01 * len(traffic.drafted)
 
 
 def test_batches_of_other_sizes_are_compared_on_their_own():
