@@ -45,16 +45,36 @@ def test_requests_get_the_same_tokens_after_profiling(device, profiling: Profili
     config = replace(CONFIGS["llama3"], head_dim=16, num_layers=1 if device == "cpu" else 3)
     target = Transformer.random(config, 0, std=0.3)
     requests = chosen(target, device)
-    engine = make_engine(device, target, make_draft(target) if kind == "model" else "ngram", Costly(), ahead=ahead)
+    draft = make_draft(target) if kind == "model" else "ngram"
+    engine = make_engine(device, target, draft, Costly(), ahead=ahead, profiling="full")
     assert isinstance(engine.cost, ProfiledCost)
     outcome = serve(engine, requests, {request.id: i for i, request in enumerate(requests)})
     assert outcome.tokens == reference(target, requests).tokens
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "ahead"), [("model", True), ("model", False), ("ngram", False)])
+def test_idle_moments_complete_a_quick_profile_and_leave_requests_alone(profiling: Profiling, kind, ahead):
+    target = Transformer.random(replace(CONFIGS["llama3"], head_dim=16), 0, std=0.3)
+    requests = chosen(target, "cuda")
+    right = reference(target, requests).tokens
+    engine = make_engine("cuda", target, make_draft(target) if kind == "model" else "ngram", Costly(), ahead=ahead)
+    assert engine.cost.profile.kind == "quick"
+    moments = 0
+    while engine.use_idle_moment():
+        if moments % 16 == 5:
+            assert serve(engine, requests, {request.id: i for i, request in enumerate(requests)}).tokens == right
+        moments += 1
+    assert moments > 16
+    assert engine.cost.profile.kind == "measured"
+    assert engine.scheduler.num_prefix_hits > 0
+    assert serve(engine, requests, {request.id: i for i, request in enumerate(requests)}).tokens == right
+
+
+@pytest.mark.gpu
 def test_the_profile_of_a_gpu_has_a_point_for_every_graph(profiling: Profiling):
     target = Transformer.random(replace(CONFIGS["llama3"], head_dim=16), 0, std=0.3)
-    profile = make_engine("cuda", target, make_draft(target), Costly(), ahead=True).cost.profile
+    profile = make_engine("cuda", target, make_draft(target), Costly(), ahead=True, profiling="full").cost.profile
     graphs = profiling.graph_rows
     assert profile.verify.rows == tuple(size for size in graphs if size <= 24)
     assert profile.first_draft.rows == profile.next_draft.rows == tuple(size for size in graphs if size <= 6)
