@@ -224,7 +224,8 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
 def add_bench(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Play traffic through FASER in this process, or through any server of the OpenAI API, and print its figures: "
-        "a table for people, then one JSON document on the last line. docs/metrics.md defines every figure."
+        "a table for people, then one JSON document on the last line. Ctrl-C and SIGTERM end it early and keep "
+        "what was measured. docs/metrics.md defines every figure."
     )
     _add_bench_prompts(_add_bench_traffic(parser))
     _add_bench_systems(parser)

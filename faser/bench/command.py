@@ -1,7 +1,7 @@
 """`faser bench`: what was asked becomes systems, loads and runs; what they gave becomes a document.
 
-Knows the order of things: refuse what cannot work, load, play, write. An interrupt ends the run that is being played;
-what was measured until then is still written.
+Knows the order of things: refuse what cannot work, load, play, write. Ctrl-C and SIGTERM end the run that is being
+played; what was measured until then is still written.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from faser import arguments
@@ -56,7 +57,7 @@ from faser.errors import ConfigError
 from faser.policy import MAX_LENGTH, make_policy
 from faser.progress import progress_bar
 
-FAILED, INTERRUPTED = 1, 130  # exit statuses, as cli.py has them
+FAILED = 1  # exit status, as cli.py has it; after a signal it is 128 + its number, as shells have it
 
 ReportWriter = Callable[[Path, Document], object]
 
@@ -227,25 +228,39 @@ def _expanded(text: str) -> list[str]:
 
 @dataclass
 class Interrupts:
-    """Ctrl-C asks for an end; a second one insists."""
+    """Ctrl-C or SIGTERM asks for an end; a second signal ends the command at once."""
 
-    seen: bool = False
+    signal: int | None = None  # the first one
 
     def __call__(self) -> bool:
-        return self.seen
+        return self.signal is not None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        def handle(number: int, frame: object) -> None:
-            if self.seen:
-                raise KeyboardInterrupt
-            self.seen = True
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self.signal is not None:
+                _end_now(number, frame)
+            self.signal = number
 
-        before = signal.signal(signal.SIGINT, handle)
-        try:
+        with _handling(handle, signal.SIGINT, signal.SIGTERM):
             yield
-        finally:
-            signal.signal(signal.SIGINT, before)
+
+
+def _end_now(number: int, frame: FrameType | None) -> None:
+    """An exception, so that temporary files are removed and a browser is stopped on the way out."""
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)
+
+
+@contextmanager
+def _handling(handle: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass
@@ -278,6 +293,8 @@ class Session:
         system.warm_up(workload, self.asked.warmup, self.interrupts)
         if not self.interrupts():
             run = system.play(workload, self.interrupts, update)
+            if run.partial and not run.records:
+                return  # the signal came before the first request
             made = run_document(run, policy=system.policy, load=load, repeat=repeat, slo=self.asked.slo)
             if not self.keeps_records:
                 made = replace(made, records=tuple(record for record in made.records if record.error is not None))
@@ -289,14 +306,15 @@ def _move(move: Callable[[int, int], None], before: int, total: int, ended: int)
 
 
 def bench(args: argparse.Namespace) -> int:
-    """The exit status: 130 after an interrupt, 1 where a system answered nothing at all."""
-    asked = Asked.of(args)
-    write_report = prepare_results(args)
-    systems, vocabulary, about = _systems(args, asked)
-    session = Session(asked, systems, make_workloads(asked, vocabulary), Interrupts())
-    if args.save_workload is not None:
-        _save_all(session.played, Path(args.save_workload).expanduser())
-    return play_and_tell(args, session, about, write_report)
+    """The exit status: 128 + its number after a signal, 1 where a system answered nothing at all."""
+    with _handling(_end_now, signal.SIGTERM):  # until something is measured
+        asked = Asked.of(args)
+        write_report = prepare_results(args)
+        systems, vocabulary, about = _systems(args, asked)
+        session = Session(asked, systems, make_workloads(asked, vocabulary), Interrupts())
+        if args.save_workload is not None:
+            _save_all(session.played, Path(args.save_workload).expanduser())
+        return play_and_tell(args, session, about, write_report)
 
 
 def play_and_tell(
@@ -312,27 +330,40 @@ def play_and_tell(
 
     def finish() -> None:
         document = _document(args, session, about, given)
-        _write(args, document, write_report)
-        print(render(document, _reference(asked, document)), end="\n\n")
-        if remark is not None:
-            print(remark(document), end="\n\n")
-        print(json.dumps(document.without_details().to_dict()))
+        if args.out is not None:
+            document.save(Path(args.out).expanduser())
+        try:
+            _print(document, _reference(asked, document), remark)
+        finally:  # last, for a browser takes seconds to draw; even if nobody reads the output
+            if write_report is not None:
+                write_report(Path(args.report).expanduser(), document)
         _tell_lost(document)
 
-    try:
-        with session.interrupts.watched():
+    with session.interrupts.watched():
+        try:
             session.play()
-    except Exception:
+        except Exception:
+            if session.runs:
+                finish()  # the error takes nothing from what was measured
+            raise
         if session.runs:
-            finish()  # what fails now takes nothing from what was measured
-        raise
-    if not session.runs:
-        raise KeyboardInterrupt  # nothing was measured yet
-    finish()
-    if session.interrupts():
-        print("faser: interrupted; what was measured until then was kept", file=sys.stderr)
-        return INTERRUPTED
+            finish()
+    if session.interrupts.signal is not None:
+        return _tell_interrupted(session.interrupts.signal, kept=bool(session.runs))
     return FAILED if any(run.summary["requests"] == run.summary["lost"] for run in session.runs) else 0
+
+
+def _print(document: Document, reference: str | None, remark: Callable[[Document], str] | None) -> None:
+    print(render(document, reference), end="\n\n")
+    if remark is not None:
+        print(remark(document), end="\n\n")
+    print(json.dumps(document.without_details().to_dict()), flush=True)
+
+
+def _tell_interrupted(number: int, *, kept: bool) -> int:
+    word = "interrupted" if number == signal.SIGINT else "terminated"
+    print(f"faser: {word}" + ("; the runs measured so far were kept" if kept else ""), file=sys.stderr)
+    return 128 + number
 
 
 def _document(
@@ -427,13 +458,6 @@ def prepare_results(args: argparse.Namespace) -> ReportWriter | None:
     from faser.bench.report import write_report
 
     return write_report
-
-
-def _write(args: argparse.Namespace, document: Document, write_report: ReportWriter | None) -> None:
-    if args.out is not None:
-        document.save(Path(args.out).expanduser())
-    if write_report is not None:
-        write_report(Path(args.report).expanduser(), document)
 
 
 def _read(other: Other, loads: Sequence[Load], slo: Slo | None) -> list[RunDocument]:

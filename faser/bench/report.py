@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,6 +36,7 @@ from faser.bench.records import Moment
 TEMPLATE = Path(__file__).with_name("report.html")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 MOST_SLICES = 180  # of a time line; more would not be seen
+BROWSER_SECONDS = 60.0  # for one image
 HALF, FULL, NARROW = 508, 1050, 334  # pixels: a chart beside another, alone, on a phone
 
 PHASES = {
@@ -872,5 +876,18 @@ def _photograph(program: str, chart: Markup, path: Path) -> None:
             "--hide-scrollbars", "--force-device-scale-factor=2", f"--window-size={width + 32},{height + 32}",
             f"--user-data-dir={folder}/profile", f"--screenshot={picture}", page.as_uri(),
         ]  # fmt: skip
-        subprocess.run([program, *flags], check=True, capture_output=True, timeout=60)
+        _run_alone([program, *flags])
         shutil.copyfile(picture, path)
+
+
+def _run_alone(command: Sequence[str]) -> None:
+    """In a session of its own: Ctrl-C in the terminal does not reach it, and its helpers end when it does."""
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True) as process:
+        try:
+            status = process.wait(BROWSER_SECONDS)
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if status:
+        raise subprocess.CalledProcessError(status, command[0])

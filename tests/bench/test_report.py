@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -351,6 +353,18 @@ def test_a_browser_that_fails_leaves_the_page(tmp_path: Path, monkeypatch: pytes
     said: list[str] = []
     assert len(report.write_report(tmp_path, full((1.0,), 1), said.append)) == 1
     assert len(said) == 1
+
+
+def test_a_browser_that_fails_takes_its_helpers_with_it(tmp_path: Path) -> None:
+    """The helper holds a pipe, which closes when it ends."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    held = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(subprocess.CalledProcessError):
+        report._run_alone(["sh", "-c", f"exec 3> {fifo}; (sleep 60; echo survived >&3) & exit 3"])
+    os.set_blocking(held, True)
+    assert os.read(held, 100) == b""
+    os.close(held)
 
 
 def test_a_browser_draws_a_png_at_twice_its_size(tmp_path: Path) -> None:
