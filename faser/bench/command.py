@@ -23,7 +23,8 @@ from typing import Any
 
 from faser import arguments
 from faser.bench.document import Document, RunDocument
-from faser.bench.play import Update
+from faser.bench.estimate import MARGIN, SIZES, Estimate, calibrate, default_rate, in_words, rounded_up
+from faser.bench.play import REAL_CLOCK, Clock, Update, never, no_update
 from faser.bench.records import Workload
 from faser.bench.remote import Remote
 from faser.bench.results import read_against, run_document
@@ -50,6 +51,8 @@ from faser.bench.workload import (
     make_workload,
     mean_rate,
     own_rate,
+    poisson_traffic,
+    probe_items,
     save_workload,
 )
 from faser.config import DEFAULT_POLICY, EngineOptions
@@ -58,6 +61,11 @@ from faser.policy import MAX_LENGTH, make_policy
 from faser.progress import progress_bar
 
 FAILED = 1  # exit status, as cli.py has it; after a signal it is 128 + its number, as shells have it
+
+LOAD_OPTIONS = (
+    "trace", "arrivals", "concurrency", "workload", "rate", "scale", "loads", "start", "duration", "span", "requests",
+)  # fmt: skip
+LEAST_REQUESTS = 4  # of the default traffic, however slow the machine
 
 ReportWriter = Callable[[Path, Document], object]
 
@@ -96,6 +104,7 @@ class Asked:
     slo: Slo | None
     repeats: int
     warmup: int
+    is_sized: bool = False  # nobody asked for a load: the machine's pace sets it
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Asked:
@@ -125,6 +134,7 @@ class Asked:
             slo=None if args.slo is None else Slo.parse(args.slo),
             repeats=args.repeats,
             warmup=args.warmup,
+            is_sized=not any(getattr(args, option) for option in LOAD_OPTIONS),
         )
 
 
@@ -272,6 +282,8 @@ class Session:
     played: Sequence[tuple[Load, Workload]]
     interrupts: Interrupts
     keeps_records: bool = True  # else only those of lost requests, once the figures are made
+    estimate: Estimate | None = None  # None: nobody was told how long it takes
+    clock: Clock = REAL_CLOCK
     runs: list[RunDocument] = field(default_factory=list)
 
     def play(self) -> None:
@@ -292,13 +304,70 @@ class Session:
     def _play_one(self, load: Load, workload: Workload, repeat: int, system: System, update: Update) -> None:
         system.warm_up(workload, self.asked.warmup, self.interrupts)
         if not self.interrupts():
-            run = system.play(workload, self.interrupts, update)
+            run = system.play(workload, self.interrupts, self._timed(load, workload, system, update))
             if run.partial and not run.records:
                 return  # the signal came before the first request
             made = run_document(run, policy=system.policy, load=load, repeat=repeat, slo=self.asked.slo)
             if not self.keeps_records:
                 made = replace(made, records=tuple(record for record in made.records if record.error is not None))
             self.runs.append(made)
+
+    def _timed(self, load: Load, workload: Workload, system: System, update: Update) -> Update:
+        """Also says, once, that the run takes longer than estimated."""
+        if self.estimate is None or not self.estimate.paces:
+            return update
+        expected, started, said = rounded_up(self.estimate.of_run(workload)), self.clock.now(), False
+
+        def timed(ended: int) -> None:
+            nonlocal said
+            update(ended)
+            passed = self.clock.now() - started
+            if not said and passed > expected and ended < len(workload.items):
+                said = True
+                _say(
+                    f"{system.name} at {_label(load)} takes longer than estimated: {passed:.0f} s so far, about "
+                    f"{in_words(expected)} expected; {ended} of {len(workload.items)} requests have ended"
+                )
+
+        return timed
+
+    def announcement(self) -> str:
+        """The traffic, and how long all runs will take."""
+        asked, estimate = self.asked, self.estimate or Estimate(())
+        seconds = sum(estimate.of_run(w) + estimate.of_warm_up(w, asked.warmup) for _, w in self.played)
+        seconds *= asked.repeats * len(self.systems)
+        about, least = in_words(rounded_up(MARGIN * seconds)), in_words(int(seconds))
+        duration = f"about {about}" if estimate.paces else f"{least} or more"
+        kind = "policy" if all(system.policy is not None for system in self.systems) else "system"
+        parts = [
+            _counted(sum(len(workload.items) for _, workload in self.played), "request"),
+            _counted(len(self.systems), kind),
+            *([_counted(asked.repeats, "repeat")] if asked.repeats > 1 else []),
+            duration,
+        ]
+        return f"{_traffic_words(asked, [load for load, _ in self.played])}: {', '.join(parts)}"
+
+
+def _traffic_words(asked: Asked, loads: Sequence[Load]) -> str:
+    if asked.is_sized:
+        share = "about half of what this machine can do"
+        return f"{asked.traffic.arrivals} for {asked.traffic.timing.duration:g} s, {share}"
+    return ", ".join(map(_label, loads)) if len(loads) <= 4 else f"{len(loads)} loads"
+
+
+def _label(load: Load) -> str:
+    if load.concurrency is not None:
+        return f"{load.concurrency} at a time"
+    return "all at once" if load.rate is None else f"{load.rate:.4g} requests/s"
+
+
+def _counted(number: int, word: str) -> str:
+    plural = f"{word[:-1]}ies" if word.endswith("y") else f"{word}s"
+    return f"{number} {word if number == 1 else plural}"
+
+
+def _say(text: str) -> None:
+    print(f"faser: {text}", file=sys.stderr)
 
 
 def _move(move: Callable[[int, int], None], before: int, total: int, ended: int) -> None:
@@ -311,10 +380,32 @@ def bench(args: argparse.Namespace) -> int:
         asked = Asked.of(args)
         write_report = prepare_results(args)
         systems, vocabulary, about = _systems(args, asked)
-        session = Session(asked, systems, make_workloads(asked, vocabulary), Interrupts())
+        _say("calibrating: a few requests show how fast this is")
+        asked, estimate = size_traffic(asked, systems[0], vocabulary)
+        session = Session(asked, systems, make_workloads(asked, vocabulary), Interrupts(), estimate=estimate)
+        _say(session.announcement())
         if args.save_workload is not None:
             _save_all(session.played, Path(args.save_workload).expanduser())
         return play_and_tell(args, session, about, write_report)
+
+
+def size_traffic(asked: Asked, system: System, vocabulary: Vocabulary | None) -> tuple[Asked, Estimate]:
+    """What was asked, with a load that the system can take if none was asked for; and what is known of its pace."""
+    if asked.workload is not None:
+        items = asked.workload.items
+    else:
+        assert vocabulary is not None
+        items = probe_items(asked.traffic, vocabulary, 2 * sum(SIZES))
+    system.warm_up(Workload(items), 2, never)
+    paces = calibrate(lambda workload: system.play(workload, never, no_update), items)
+    if not paces:
+        _say(f"{system.name}: no request of the calibration was answered, so it is not known how long this takes")
+        return replace(asked, is_sized=False), Estimate(())
+    if asked.is_sized:
+        rate = default_rate(paces, items)
+        traffic = poisson_traffic(asked.traffic, rate, LEAST_REQUESTS)
+        asked = replace(asked, traffic=traffic, loads=(Load(rate),))
+    return asked, Estimate(paces)
 
 
 def play_and_tell(
@@ -362,7 +453,7 @@ def _print(document: Document, reference: str | None, remark: Callable[[Document
 
 def _tell_interrupted(number: int, *, kept: bool) -> int:
     word = "interrupted" if number == signal.SIGINT else "terminated"
-    print(f"faser: {word}" + ("; the runs measured so far were kept" if kept else ""), file=sys.stderr)
+    _say(word + ("; the runs measured so far were kept" if kept else ""))
     return 128 + number
 
 
@@ -482,4 +573,4 @@ def _tell_lost(document: Document) -> None:
         errors = [record.error for record in run.records if record.error is not None]
         if errors:
             lost = f"{len(errors)} of {run.summary['requests']:.0f} requests lost"
-            print(f"faser: {run.system}: {lost}: {errors[0]}", file=sys.stderr)
+            _say(f"{run.system}: {lost}: {errors[0]}")

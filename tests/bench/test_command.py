@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from faser.bench import command, report
 from faser.bench import play as player
 from faser.bench.command import Asked
 from faser.bench.document import FIGURES, Document
+from faser.bench.estimate import Estimate, Pace
 from faser.bench.results import read_against
 from faser.bench.table import render
 from faser.bench.workload import Load
@@ -45,10 +47,11 @@ def asked(*given):
 
 def test_policies_meet_the_same_requests_and_the_result_is_a_table_and_one_line(model, capsys, tmp_path):
     out, saved = tmp_path / "results" / "a.json", tmp_path / "w.jsonl"
-    lines, document, _ = bench(
+    lines, document, err = bench(
         capsys, *model, *TRAFFIC, "--policies", "off,fixed:1..2", "--repeats", "2", "--slo", "ttft=5",
         "--out", str(out), "--save-workload", str(saved),
     )  # fmt: skip
+    assert re.search(r"^faser: .* requests/s: \d+ requests, 3 policies, 2 repeats, about \d+ s$", err, re.M)
     assert [line.split()[0] for line in lines[2:5]] == ["off", "fixed:1", "fixed:2"]
     assert [(run["system"], run["repeat"]) for run in document["runs"]] == [
         (system, repeat) for repeat in (0, 1) for system in ("off", "fixed:1", "fixed:2")
@@ -94,6 +97,13 @@ def handlers(request):
         signal.signal(number, handler)
 
 
+@pytest.fixture
+def uncalibrated(monkeypatch):
+    """Every request that is sent is one of a run."""
+    estimate = Estimate((Pace(1, 100.0, 100.0),))
+    monkeypatch.setattr(command, "size_traffic", lambda asked, system, vocabulary: (asked, estimate))
+
+
 def raise_at(monkeypatch, *numbers):
     """A signal after each of these requests, counted over all runs."""
     send, sent = player._Play._send, []
@@ -109,7 +119,9 @@ def raise_at(monkeypatch, *numbers):
 
 
 @pytest.mark.parametrize(("number", "status", "word"), SIGNALS)
-def test_a_signal_still_writes_what_was_measured(number, status, word, model, capsys, monkeypatch, tmp_path, handlers):
+def test_a_signal_still_writes_what_was_measured(
+    number, status, word, model, capsys, monkeypatch, tmp_path, handlers, uncalibrated
+):
     raise_at(monkeypatch, (20, number))
     monkeypatch.setattr(report, "browser", lambda: None)
     out, page = tmp_path / "a.json", tmp_path / "page"
@@ -127,7 +139,7 @@ def test_a_signal_still_writes_what_was_measured(number, status, word, model, ca
 
 @pytest.mark.parametrize(("number", "status", "word"), SIGNALS)
 def test_a_signal_in_the_warm_up_of_the_first_run_leaves_nothing(
-    number, status, word, model, capsys, monkeypatch, handlers
+    number, status, word, model, capsys, monkeypatch, handlers, uncalibrated
 ):
     raise_at(monkeypatch, (1, number))
     assert main(["bench", *model, *ENDED_EARLY[:-1], "1"]) == status
@@ -136,7 +148,7 @@ def test_a_signal_in_the_warm_up_of_the_first_run_leaves_nothing(
     assert captured.err.splitlines()[-1] == f"faser: {word}"
 
 
-def test_a_second_sigterm_ends_the_command_at_once(model, monkeypatch, handlers):
+def test_a_second_sigterm_ends_the_command_at_once(model, monkeypatch, handlers, uncalibrated):
     raise_at(monkeypatch, (5, signal.SIGTERM), (6, signal.SIGTERM))
     monkeypatch.setattr(command.Interrupts, "__call__", lambda self: False)  # a step that takes long
     with pytest.raises(SystemExit) as ended:
@@ -197,7 +209,7 @@ def test_an_error_takes_nothing_from_what_was_measured(model, capsys, monkeypatc
     monkeypatch.setattr("faser.bench.systems.set_policy", fails_later)
     _, document, err = bench(capsys, *given, "--policies", "off,fixed:1", status=1)
     assert [run["system"] for run in document["runs"]] == ["off"]
-    assert err == "faser: no graphs today\n"
+    assert err.endswith("\nfaser: no graphs today\n")
 
 
 def test_the_engine_is_driven_without_what_only_servers_need(folder):
@@ -225,7 +237,9 @@ def test_a_server_is_played_without_a_model_and_its_losses_are_counted(capsys, t
         assert document["runs"][0]["summary"]["acceptance"] == 0.5
         assert "1 of 3 requests lost: status 503: try again later" in err
         assert "secret" not in json.dumps(document)
-        bench(capsys, "--url", stub.url, "--workload", workload_file(tmp_path, BUSY, BUSY), status=1)
+        _, _, err = bench(capsys, "--url", stub.url, "--workload", workload_file(tmp_path, BUSY, BUSY), status=1)
+        assert "no request of the calibration was answered, so it is not known how long this takes" in err
+        assert "all at once: 2 requests, 1 system, 0 s or more" in err
 
 
 def test_another_server_is_a_column(model, capsys, tmp_path):
