@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from benchmarks.ablation import LADDER, explained
 from faser.bench import charts, legend, report
@@ -26,6 +26,7 @@ from faser.policy import POLICIES as POLICY_NAMES
 from faser.policy import make_policy
 
 EXAMPLE = Path(__file__).with_name("example.json")
+SHIPPED = Path(__file__).parents[2] / "docs" / "results"
 POLICIES = ("off", "fixed:1", "fixed:3", "goodput", "faser")
 VOID = {"meta", "link", "input", "br"}  # elements of HTML that have no end
 
@@ -451,6 +452,18 @@ def test_the_example_of_the_schema_can_be_drawn() -> None:
     given = Document.from_dict(json.loads(EXAMPLE.read_text(encoding="utf-8")))
     text = words(page_of(given))
     assert all(group.system in text for group in given.groups)
+
+
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in SHIPPED.glob("*/results.json")))
+def test_a_shipped_page_explains_its_systems_and_opens_on_a_time_line(name: str) -> None:
+    given = Document.from_dict(json.loads((SHIPPED / name / "results.json").read_text(encoding="utf-8")))
+    page = (SHIPPED / name / "report.html").read_text(encoding="utf-8")
+    for system in report.read(explained(given)).systems:
+        assert system.meaning not in (legend.UNKNOWN, legend.OTHER)
+        assert str(escape(system.meaning)) in page, system.name
+    opened = re.findall(r'id="(load|system)-(\d+)" checked', page)
+    load, system_number = (number for _, number in opened)
+    assert re.search(rf'<div data-load="{load}" data-system="{system_number}"><div class="drawing"', page)
 
 
 # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
