@@ -1,15 +1,17 @@
 """`faser` with parts of it taken out, for measuring what each part brings. Not for serving.
 
-In the order in which they are added: one length for the whole batch; a length for each request, but the draft goes on
-for everybody as long as for anybody; ragged drafting; a look at the draft's confidence; and the right to draft nothing.
+`LADDER` adds the parts one by one; `MEANINGS` explains each step, and the systems of the other benchmarks, to the
+reader of a report.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from faser.bench.document import Document
 from faser.bench.records import Workload
 from faser.bench.systems import PolicySystem, Stopped
 from faser.policy.adaptive import DEPTH, Adaptive
@@ -35,6 +37,33 @@ LADDER = {
     "+ confidence": Parts(per_request=True, ragged=True, looks=True),
     "+ off": Parts(per_request=True, ragged=True, looks=True, may_be_off=True),
 }
+
+MEANINGS = {
+    "batch-wide": "ablation of faser, step 1: one length for the whole batch, at least 1",
+    "+ per request": "ablation, step 2 adds a length for each request; all still draft until the longest is reached",
+    "+ ragged": "ablation, step 3 adds ragged drafting: each request stops at its own length",
+    "+ confidence": "ablation, step 4 adds a look at the draft's confidence: a draft may stop early",
+    "+ off": "ablation, step 5 adds length 0: a request may draft nothing; this is all of faser",
+    "+ early exit": "faser, and drafts may leave a verification before its last layer",
+    "+ overlap": "faser with early exit, and drafting beside verification where the engine expects it to pay",
+    "+ overlap on": "faser with early exit, and drafting beside verification in every step that drafts",
+}
+VLLM = re.compile(r"vLLM (?:off|K=(\d+))")
+
+
+def explained(document: Document) -> Document:
+    """With one sentence on every system that is no policy of FASER."""
+    systems = {run.system: _meaning(run.system) for run in document.runs}
+    told = {name: meaning for name, meaning in systems.items() if meaning is not None}
+    return replace(document, about={**document.about, "systems": told}) if told else document
+
+
+def _meaning(system: str) -> str | None:
+    found = VLLM.fullmatch(system)
+    if found is None:
+        return MEANINGS.get(system)
+    drafting = "without speculation" if found[1] is None else f"drafting {found[1]} tokens in every step"
+    return f"vLLM {drafting}, with the same models on the same requests"
 
 
 @dataclass(frozen=True)

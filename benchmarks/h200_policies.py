@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ablation import LADDER, Ablated, Parts
+from benchmarks.ablation import LADDER, Ablated, Parts, explained
 from benchmarks.h200_common import Journal, refuse_missing, shared_parser
 from benchmarks.h200_trace import load_faser, models_job, new_document, read_document, vocabulary_of, write_whole
 from faser.bench.command import expand_policies
@@ -168,6 +168,7 @@ def standing(document: Document) -> str:
 
 
 def finish(args: argparse.Namespace, document: Document) -> None:
+    document = explained(document)
     text = f"{render(document, 'off')}\n\n{standing(document)}\n"
     write_whole(args.out / "tables.txt", text)
     write_report(args.out, document)

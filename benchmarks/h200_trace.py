@@ -553,9 +553,10 @@ def write_results(folder: Path, document: Document) -> None:
     if importlib.util.find_spec("jinja2") is None:
         print("no report: jinja2 is not installed; --report-only makes it elsewhere", file=sys.stderr)
         return
+    from benchmarks.ablation import explained
     from faser.bench.report import write_report
 
-    write_report(folder, document)
+    write_report(folder, explained(document))
 
 
 def show(document: Document) -> None:

@@ -291,9 +291,14 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
 def add_bench(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Play traffic through FASER in this process, or through any server of the OpenAI API, and print its figures: "
-        "a table for people, then one JSON document on the last line. docs/metrics.md defines every figure."
+        "a table for people, then one JSON document on the last line. It first says how long it will take. Ctrl-C and "
+        "SIGTERM end it early and keep what was measured. docs/metrics.md defines every figure."
     )
-    _add_bench_prompts(_add_bench_traffic(parser))
+    sized = (
+        "without a trace: Poisson arrivals at about half of what this machine can do; poisson:1 where --rate, "
+        "--scale, --loads, --duration or --requests is given"
+    )
+    _add_bench_prompts(_add_bench_traffic(parser, sized))
     _add_bench_systems(parser)
     _add_bench_results(parser)
     engine = _add_engine_sizes(parser)
@@ -314,7 +319,7 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
         "Play traffic through the real scheduler and policies on a virtual clock: steps take the seconds of a profile, "
         "drafts are judged by an oracle. The figures are those of `faser bench`. docs/simulator.md says how it works."
     )
-    _add_bench_traffic(parser)
+    _add_bench_traffic(parser, "without a trace: poisson:1")
     systems = parser.add_argument_group("systems")
     _add_policies(systems)
     systems.add_argument(
@@ -367,7 +372,7 @@ def _add_simulated_machine(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_bench_traffic(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+def _add_bench_traffic(parser: argparse.ArgumentParser, default_arrivals: str) -> argparse._ArgumentGroup:
     traffic = parser.add_argument_group("traffic")
     traffic.add_argument(
         "--trace", metavar="NAME|FILE",
@@ -376,7 +381,7 @@ def _add_bench_traffic(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
     traffic.add_argument(
         "--arrivals", metavar="PROCESS",
         help="instead of a trace's: poisson:RATE, gamma:RATE:SHAPE, square:LOW:HIGH:PERIOD, ramp:LOW:HIGH; "
-        "default without a trace: poisson:1",
+        f"default {default_arrivals}",
     )  # fmt: skip
     traffic.add_argument("--concurrency", metavar="N,…", help="closed loops instead: so many requests open at a time")
     traffic.add_argument("--workload", metavar="FILE", help="play the requests of this file")

@@ -59,6 +59,31 @@ STYLE = """
 .chart .whisker { stroke: var(--text); stroke-width: 1.25; fill: none; }
 """
 
+# Outlines of markers around (0, 0). A circle has no corners.
+_OUTLINES: Mapping[str, tuple[tuple[float, float], ...]] = {
+    "circle": (),
+    "square": ((-0.9, -0.9), (0.9, -0.9), (0.9, 0.9), (-0.9, 0.9)),
+    "diamond": ((0, -1.3), (1.3, 0), (0, 1.3), (-1.3, 0)),
+    "up": ((0, -1.2), (1.2, 0.9), (-1.2, 0.9)),
+    "down": ((0, 1.2), (1.2, -0.9), (-1.2, -0.9)),
+    "left": ((-1.2, 0), (0.9, -1.2), (0.9, 1.2)),
+    "right": ((1.2, 0), (-0.9, -1.2), (-0.9, 1.2)),
+    "star": ((0, -1.5), (0.4, -0.5), (1.4, -0.5), (0.6, 0.2), (0.9, 1.2), (0, 0.6), (-0.9, 1.2), (-0.6, 0.2),
+             (-1.4, -0.5), (-0.4, -0.5)),
+    "plus": ((-0.4, -1.2), (0.4, -1.2), (0.4, -0.4), (1.2, -0.4), (1.2, 0.4), (0.4, 0.4), (0.4, 1.2), (-0.4, 1.2),
+             (-0.4, 0.4), (-1.2, 0.4), (-1.2, -0.4), (-0.4, -0.4)),
+    "cross": ((0, -0.6), (0.7, -1.3), (1.3, -0.7), (0.6, 0), (1.3, 0.7), (0.7, 1.3), (0, 0.6), (-0.7, 1.3),
+              (-1.3, 0.7), (-0.6, 0), (-1.3, -0.7), (-0.7, -1.3)),
+    "hourglass": ((-1.1, -1.2), (1.1, -1.2), (-1.1, 1.2), (1.1, 1.2)),
+    "bow": ((-1.2, -1.1), (-1.2, 1.1), (1.2, -1.1), (1.2, 1.1)),
+}  # fmt: skip
+_HOLLOW = "hollow "
+MARKERS = (
+    *_OUTLINES,
+    *(_HOLLOW + name for name in ("circle", "square", "diamond", "up", "down", "left", "right", "star")),
+)
+MARKER = 3.2  # pixels, from its middle
+
 LETTER = 6.5  # pixels, of 12 px text on average
 
 
@@ -78,6 +103,7 @@ class Look:
     dash: str = ""
     thickness: float = 1.75
     pale: bool = False  # figures inside it are dark
+    marker: str = "circle"  # in MARKERS: the points of a line
 
     @property
     def paint(self) -> str:
@@ -331,7 +357,7 @@ def line_chart(title: str, lines: Sequence[Line], across: Axis, up: Axis, size: 
     top, bottom = 30.0, size.height - 40.0
     y, levels = _value_scale(up, seen, bottom, top, 5)
     left = 14 + max(width_of(up.show(level)) for level in levels)
-    names = min(max((width_of(line.name) for line in lines), default=0.0) + 22, size.width * 0.36)
+    names = min(max((width_of(line.name) for line in lines), default=0.0) + 27, size.width * 0.36)
     right = size.width - names - 4
     first, last = (places[0], places[-1]) if places else (0.0, 1.0)
     x = Scale(first, last, left + 8, right - 8, _lie_far_apart(places))
@@ -342,7 +368,7 @@ def line_chart(title: str, lines: Sequence[Line], across: Axis, up: Axis, size: 
     ends = [_end(line, x, y) for line in lines]
     labels = spread_out([end[1] for end in ends], 14, top, bottom)
     for line, end, label in zip(lines, ends, labels, strict=True):
-        drawn.append(_line(line, x, y, end, label, right + 18, names - 22))
+        drawn.append(_line(line, x, y, end, label, right + 18, names - 27))
     return _svg(title, size.width, size.height, *drawn)
 
 
@@ -369,13 +395,33 @@ def _line(
         parts.append(_stroke(path, look))
     for point in line.points:
         if point.y is not None:
-            parts.append(node("circle", _tip(point.tip), cx=x(point.x), cy=y(point.y), r=3, fill=look.paint))
-    parts.append(node("path", class_="lead", fill="none", d=_path([(end[0] + 5, end[1]), (label_x - 4, label)])))
+            parts.append(_marker(look, x(point.x), y(point.y), _tip(point.tip)))
+    parts.append(node("path", class_="lead", fill="none", d=_path([(end[0] + 5, end[1]), (label_x - 9, label)])))
+    parts.append(_marker(look, label_x - 3, label))
     words = shortened(line.name, room)
     whole = _tip(line.name if words != line.name else "")
     kind = "strong" if look.thickness > 2 else None
-    parts.append(node("text", words, whole, x=label_x, y=label + 4, class_=kind, style=f"fill:{look.paint}"))
+    parts.append(node("text", words, whole, x=label_x + 5, y=label + 4, class_=kind, style=f"fill:{look.paint}"))
     return node("g", *parts, class_="series", data_name=line.name)
+
+
+def _marker(look: Look, x: float, y: float, tip: object = "") -> Markup:
+    outline, hollow = _OUTLINES[look.marker.removeprefix(_HOLLOW)], look.marker.startswith(_HOLLOW)
+    paint = {
+        "fill": "var(--card)" if hollow else look.paint,
+        "stroke": look.paint,
+        "stroke_width": 1.5 if hollow else 0.5,
+    }
+    if not outline:
+        return node("circle", tip, cx=x, cy=y, r=MARKER, **paint)
+    corners = [(x + MARKER * dx, y + MARKER * dy) for dx, dy in outline]
+    return node("path", tip, class_="marker", d=_path(corners) + "Z", **paint)
+
+
+def swatch(look: Look) -> Markup:
+    """A piece of the line with its marker, for a table."""
+    line = node("path", d="M1,6h26", stroke=look.paint, stroke_width=2.5, stroke_dasharray=look.dash or None)
+    return node("svg", line, _marker(look, 14, 6), class_="swatch", viewBox="0 0 28 12", aria_hidden="true")
 
 
 def _stroke(path: str, look: Look) -> Markup:

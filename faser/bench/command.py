@@ -1,7 +1,7 @@
 """`faser bench`: what was asked becomes systems, loads and runs; what they gave becomes a document.
 
-Knows the order of things: refuse what cannot work, load, play, write. An interrupt ends the run that is being played;
-what was measured until then is still written.
+Knows the order of things: refuse what cannot work, load, play, write. Ctrl-C and SIGTERM end the run that is being
+played; what was measured until then is still written.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from faser import arguments
 from faser.bench.document import Document, RunDocument
-from faser.bench.play import Update
+from faser.bench.estimate import MARGIN, SIZES, Estimate, calibrate, default_rate, in_words, rounded_up
+from faser.bench.play import REAL_CLOCK, Clock, Update, never, no_update
 from faser.bench.records import Workload
 from faser.bench.remote import Remote
 from faser.bench.results import read_against, run_document
@@ -49,6 +51,8 @@ from faser.bench.workload import (
     make_workload,
     mean_rate,
     own_rate,
+    poisson_traffic,
+    probe_items,
     save_workload,
 )
 from faser.config import DEFAULT_POLICY, EngineOptions
@@ -56,7 +60,12 @@ from faser.errors import ConfigError
 from faser.policy import MAX_LENGTH, make_policy
 from faser.progress import progress_bar
 
-FAILED, INTERRUPTED = 1, 130  # exit statuses, as cli.py has them
+FAILED = 1  # exit status, as cli.py has it; after a signal it is 128 + its number, as shells have it
+
+LOAD_OPTIONS = (
+    "trace", "arrivals", "concurrency", "workload", "rate", "scale", "loads", "start", "duration", "span", "requests",
+)  # fmt: skip
+LEAST_REQUESTS = 4  # of the default traffic, however slow the machine
 
 ReportWriter = Callable[[Path, Document], object]
 
@@ -95,6 +104,7 @@ class Asked:
     slo: Slo | None
     repeats: int
     warmup: int
+    is_sized: bool = False  # nobody asked for a load: the machine's pace sets it
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Asked:
@@ -124,6 +134,7 @@ class Asked:
             slo=None if args.slo is None else Slo.parse(args.slo),
             repeats=args.repeats,
             warmup=args.warmup,
+            is_sized=not any(getattr(args, option) for option in LOAD_OPTIONS),
         )
 
 
@@ -227,25 +238,39 @@ def _expanded(text: str) -> list[str]:
 
 @dataclass
 class Interrupts:
-    """Ctrl-C asks for an end; a second one insists."""
+    """Ctrl-C or SIGTERM asks for an end; a second signal ends the command at once."""
 
-    seen: bool = False
+    signal: int | None = None  # the first one
 
     def __call__(self) -> bool:
-        return self.seen
+        return self.signal is not None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        def handle(number: int, frame: object) -> None:
-            if self.seen:
-                raise KeyboardInterrupt
-            self.seen = True
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self.signal is not None:
+                _end_now(number, frame)
+            self.signal = number
 
-        before = signal.signal(signal.SIGINT, handle)
-        try:
+        with _handling(handle, signal.SIGINT, signal.SIGTERM):
             yield
-        finally:
-            signal.signal(signal.SIGINT, before)
+
+
+def _end_now(number: int, frame: FrameType | None) -> None:
+    """An exception, so that temporary files are removed and a browser is stopped on the way out."""
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)
+
+
+@contextmanager
+def _handling(handle: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass
@@ -257,6 +282,8 @@ class Session:
     played: Sequence[tuple[Load, Workload]]
     interrupts: Interrupts
     keeps_records: bool = True  # else only those of lost requests, once the figures are made
+    estimate: Estimate | None = None  # None: nobody was told how long it takes
+    clock: Clock = REAL_CLOCK
     runs: list[RunDocument] = field(default_factory=list)
 
     def play(self) -> None:
@@ -277,11 +304,70 @@ class Session:
     def _play_one(self, load: Load, workload: Workload, repeat: int, system: System, update: Update) -> None:
         system.warm_up(workload, self.asked.warmup, self.interrupts)
         if not self.interrupts():
-            run = system.play(workload, self.interrupts, update)
+            run = system.play(workload, self.interrupts, self._timed(load, workload, system, update))
+            if run.partial and not run.records:
+                return  # the signal came before the first request
             made = run_document(run, policy=system.policy, load=load, repeat=repeat, slo=self.asked.slo)
             if not self.keeps_records:
                 made = replace(made, records=tuple(record for record in made.records if record.error is not None))
             self.runs.append(made)
+
+    def _timed(self, load: Load, workload: Workload, system: System, update: Update) -> Update:
+        """Also says, once, that the run takes longer than estimated."""
+        if self.estimate is None or not self.estimate.paces:
+            return update
+        expected, started, said = rounded_up(self.estimate.of_run(workload)), self.clock.now(), False
+
+        def timed(ended: int) -> None:
+            nonlocal said
+            update(ended)
+            passed = self.clock.now() - started
+            if not said and passed > expected and ended < len(workload.items):
+                said = True
+                _say(
+                    f"{system.name} at {_label(load)} takes longer than estimated: {passed:.0f} s so far, about "
+                    f"{in_words(expected)} expected; {ended} of {len(workload.items)} requests have ended"
+                )
+
+        return timed
+
+    def announcement(self) -> str:
+        """The traffic, and how long all runs will take."""
+        asked, estimate = self.asked, self.estimate or Estimate(())
+        seconds = sum(estimate.of_run(w) + estimate.of_warm_up(w, asked.warmup) for _, w in self.played)
+        seconds *= asked.repeats * len(self.systems)
+        about, least = in_words(rounded_up(MARGIN * seconds)), in_words(int(seconds))
+        duration = f"about {about}" if estimate.paces else f"{least} or more"
+        kind = "policy" if all(system.policy is not None for system in self.systems) else "system"
+        parts = [
+            _counted(sum(len(workload.items) for _, workload in self.played), "request"),
+            _counted(len(self.systems), kind),
+            *([_counted(asked.repeats, "repeat")] if asked.repeats > 1 else []),
+            duration,
+        ]
+        return f"{_traffic_words(asked, [load for load, _ in self.played])}: {', '.join(parts)}"
+
+
+def _traffic_words(asked: Asked, loads: Sequence[Load]) -> str:
+    if asked.is_sized:
+        share = "about half of what this machine can do"
+        return f"{asked.traffic.arrivals} for {asked.traffic.timing.duration:g} s, {share}"
+    return ", ".join(map(_label, loads)) if len(loads) <= 4 else f"{len(loads)} loads"
+
+
+def _label(load: Load) -> str:
+    if load.concurrency is not None:
+        return f"{load.concurrency} at a time"
+    return "all at once" if load.rate is None else f"{load.rate:.4g} requests/s"
+
+
+def _counted(number: int, word: str) -> str:
+    plural = f"{word[:-1]}ies" if word.endswith("y") else f"{word}s"
+    return f"{number} {word if number == 1 else plural}"
+
+
+def _say(text: str) -> None:
+    print(f"faser: {text}", file=sys.stderr)
 
 
 def _move(move: Callable[[int, int], None], before: int, total: int, ended: int) -> None:
@@ -289,14 +375,37 @@ def _move(move: Callable[[int, int], None], before: int, total: int, ended: int)
 
 
 def bench(args: argparse.Namespace) -> int:
-    """The exit status: 130 after an interrupt, 1 where a system answered nothing at all."""
-    asked = Asked.of(args)
-    write_report = prepare_results(args)
-    systems, vocabulary, about = _systems(args, asked)
-    session = Session(asked, systems, make_workloads(asked, vocabulary), Interrupts())
-    if args.save_workload is not None:
-        _save_all(session.played, Path(args.save_workload).expanduser())
-    return play_and_tell(args, session, about, write_report)
+    """The exit status: 128 + its number after a signal, 1 where a system answered nothing at all."""
+    with _handling(_end_now, signal.SIGTERM):  # until something is measured
+        asked = Asked.of(args)
+        write_report = prepare_results(args)
+        systems, vocabulary, about = _systems(args, asked)
+        _say("calibrating: a few requests show how fast this is")
+        asked, estimate = size_traffic(asked, systems[0], vocabulary)
+        session = Session(asked, systems, make_workloads(asked, vocabulary), Interrupts(), estimate=estimate)
+        _say(session.announcement())
+        if args.save_workload is not None:
+            _save_all(session.played, Path(args.save_workload).expanduser())
+        return play_and_tell(args, session, about, write_report)
+
+
+def size_traffic(asked: Asked, system: System, vocabulary: Vocabulary | None) -> tuple[Asked, Estimate]:
+    """What was asked, with a load that the system can take if none was asked for; and what is known of its pace."""
+    if asked.workload is not None:
+        items = asked.workload.items
+    else:
+        assert vocabulary is not None
+        items = probe_items(asked.traffic, vocabulary, 2 * sum(SIZES))
+    system.warm_up(Workload(items), 2, never)
+    paces = calibrate(lambda workload: system.play(workload, never, no_update), items)
+    if not paces:
+        _say(f"{system.name}: no request of the calibration was answered, so it is not known how long this takes")
+        return replace(asked, is_sized=False), Estimate(())
+    if asked.is_sized:
+        rate = default_rate(paces, items)
+        traffic = poisson_traffic(asked.traffic, rate, LEAST_REQUESTS)
+        asked = replace(asked, traffic=traffic, loads=(Load(rate),))
+    return asked, Estimate(paces)
 
 
 def play_and_tell(
@@ -312,27 +421,40 @@ def play_and_tell(
 
     def finish() -> None:
         document = _document(args, session, about, given)
-        _write(args, document, write_report)
-        print(render(document, _reference(asked, document)), end="\n\n")
-        if remark is not None:
-            print(remark(document), end="\n\n")
-        print(json.dumps(document.without_details().to_dict()))
+        if args.out is not None:
+            document.save(Path(args.out).expanduser())
+        try:
+            _print(document, _reference(asked, document), remark)
+        finally:  # last, for a browser takes seconds to draw; even if nobody reads the output
+            if write_report is not None:
+                write_report(Path(args.report).expanduser(), document)
         _tell_lost(document)
 
-    try:
-        with session.interrupts.watched():
+    with session.interrupts.watched():
+        try:
             session.play()
-    except Exception:
+        except Exception:
+            if session.runs:
+                finish()  # the error takes nothing from what was measured
+            raise
         if session.runs:
-            finish()  # what fails now takes nothing from what was measured
-        raise
-    if not session.runs:
-        raise KeyboardInterrupt  # nothing was measured yet
-    finish()
-    if session.interrupts():
-        print("faser: interrupted; what was measured until then was kept", file=sys.stderr)
-        return INTERRUPTED
+            finish()
+    if session.interrupts.signal is not None:
+        return _tell_interrupted(session.interrupts.signal, kept=bool(session.runs))
     return FAILED if any(run.summary["requests"] == run.summary["lost"] for run in session.runs) else 0
+
+
+def _print(document: Document, reference: str | None, remark: Callable[[Document], str] | None) -> None:
+    print(render(document, reference), end="\n\n")
+    if remark is not None:
+        print(remark(document), end="\n\n")
+    print(json.dumps(document.without_details().to_dict()), flush=True)
+
+
+def _tell_interrupted(number: int, *, kept: bool) -> int:
+    word = "interrupted" if number == signal.SIGINT else "terminated"
+    _say(word + ("; the runs measured so far were kept" if kept else ""))
+    return 128 + number
 
 
 def _document(
@@ -429,13 +551,6 @@ def prepare_results(args: argparse.Namespace) -> ReportWriter | None:
     return write_report
 
 
-def _write(args: argparse.Namespace, document: Document, write_report: ReportWriter | None) -> None:
-    if args.out is not None:
-        document.save(Path(args.out).expanduser())
-    if write_report is not None:
-        write_report(Path(args.report).expanduser(), document)
-
-
 def _read(other: Other, loads: Sequence[Load], slo: Slo | None) -> list[RunDocument]:
     return [] if other.path is None else read_against(other.path, other.name, loads, slo)
 
@@ -458,4 +573,4 @@ def _tell_lost(document: Document) -> None:
         errors = [record.error for record in run.records if record.error is not None]
         if errors:
             lost = f"{len(errors)} of {run.summary['requests']:.0f} requests lost"
-            print(f"faser: {run.system}: {lost}: {errors[0]}", file=sys.stderr)
+            _say(f"{run.system}: {lost}: {errors[0]}")

@@ -1,24 +1,28 @@
 """A benchmark's document as one page for people, and its charts as images for a README.
 
 Knows what each figure means and which way is better. Knows nothing of how it was measured, and draws no line itself:
-`charts` does. The page, report.html, loads nothing and can be read without scripts, which only add tooltips. What the
-document does not hold leaves a gap. `about["ablation"]`, a list of systems each of which adds one thing to the one
-before, asks for the chart of gains.
+`charts` does, in the looks of `legend`. The page, report.html, loads nothing and can be read without scripts, which
+only add tooltips and highlighting. What the document does not hold leaves a gap. `about["ablation"]`, a list of systems
+each of which adds one thing to the one before, asks for the chart of gains.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +32,13 @@ from markupsafe import Markup
 from faser.bench import charts
 from faser.bench.charts import Axis, Bar, Line, Look, Panel, Point, Size, Stack, Trace
 from faser.bench.document import Document, GroupDocument, RunDocument, Spread
+from faser.bench.legend import System, systems_of
 from faser.bench.records import Moment
 
 TEMPLATE = Path(__file__).with_name("report.html")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 MOST_SLICES = 180  # of a time line; more would not be seen
+BROWSER_SECONDS = 60.0  # for one image
 HALF, FULL, NARROW = 508, 1050, 334  # pixels: a chart beside another, alone, on a phone
 
 PHASES = {
@@ -42,8 +48,8 @@ PHASES = {
     "host": Look("brown"),
     "idle": Look("idle", pale=True),
 }
-OTHER_LOOKS = tuple(Look(colour, dash, 2) for dash in ("6 4", "2 4") for colour in ("violet", "pink", "sky", "red"))
-POLICY_LOOKS = tuple(Look(colour) for colour in ("orange", "purple", "brown", "red", "sky", "pink"))
+SPARE_LOOKS = tuple(Look(colour) for colour in ("red", "sky", "pink"))  # of phases without a look
+CROWDED = 8  # systems; charts of more take the whole width
 
 
 # ── figures ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -148,13 +154,6 @@ class Load:
 
 
 @dataclass(frozen=True)
-class System:
-    name: str
-    other: bool  # not FASER
-    look: Look
-
-
-@dataclass(frozen=True)
 class Results:
     """A document, looked up by system and load."""
 
@@ -163,6 +162,15 @@ class Results:
     loads: tuple[Load, ...]
     groups: Mapping[tuple[str, Load], GroupDocument]
     runs: Mapping[tuple[str, Load], Sequence[RunDocument]]  # partial ones only where there is nothing else
+
+    @property
+    def is_crowded(self) -> bool:
+        return len(self.systems) > CROWDED
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height of a chart with a line for every system."""
+        return (FULL, 420) if self.is_crowded else (HALF, 340)
 
     def spread(self, system: System, load: Load, figure: Figure) -> Spread | None:
         group = self.groups.get((system.name, load))
@@ -192,28 +200,7 @@ def read(document: Document) -> Results:
         runs.setdefault((run.system, Load.of(run)), []).append(run)
     loads = sorted({load for _, load in groups}, key=lambda load: (load.unit, load.amount))
     whole = {key: [run for run in each if not run.partial] or each for key, each in runs.items()}
-    return Results(document, _systems(document.groups), tuple(loads), groups, whole)
-
-
-def _systems(groups: Iterable[GroupDocument]) -> tuple[System, ...]:
-    """In the order of the document. Fixed lengths are shades of one colour; what is not FASER is dashed."""
-    policies = {group.system: group.policy for group in groups}
-    fixed = [name for name, policy in policies.items() if policy is not None and policy.startswith("fixed")]
-    found: list[System] = []
-    for name, policy in policies.items():
-        if policy is None:
-            look = OTHER_LOOKS[sum(system.other for system in found) % len(OTHER_LOOKS)]
-        elif policy == "off":
-            look = Look("grey", thickness=2)
-        elif policy == "faser":
-            look = Look("blue", thickness=2.75)
-        elif name in fixed:
-            look = Look(f"green-{2 + 4 * fixed.index(name) // max(len(fixed) - 1, 1)}" if len(fixed) > 1 else "green-4")
-        else:
-            plain = [system for system in found if system.look in POLICY_LOOKS]
-            look = POLICY_LOOKS[len(plain) % len(POLICY_LOOKS)]
-        found.append(System(name, policy is None, look))
-    return tuple(found)
+    return Results(document, systems_of(document.groups, document.about), tuple(loads), groups, whole)
 
 
 # ── words ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -266,6 +253,10 @@ def _told(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _enumerated(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def _name(key: object) -> str:
@@ -527,7 +518,7 @@ def _load_lines(results: Results, loads: Sequence[Load], figure: Figure, title: 
             points.append(Point(load.amount, middle, low, high, tip))
         lines.append(Line(system.name, system.look, tuple(points)))
     across, up = Axis(loads[0].unit, tick), Axis(title, tick, wide=figure.kind == "seconds")
-    return _both(name, lambda size: charts.line_chart(title, lines, across, up, size), HALF, 340)
+    return _both(name, lambda size: charts.line_chart(title, lines, across, up, size), *results.size)
 
 
 def _load_bars(results: Results, loads: Sequence[Load], figure: Figure, title: str, name: str) -> Chart:
@@ -562,7 +553,7 @@ def positions(results: Results, load: Load) -> Chart | None:
         return None
     title = "accepted, of those verified"
     across, up = Axis("position in the draft", tick, whole=True), Axis(title, share_tick, most=1.0)
-    return _both("positions", lambda size: charts.line_chart(title, lines, across, up, size), HALF, 320)
+    return _both("positions", lambda size: charts.line_chart(title, lines, across, up, size), *results.size)
 
 
 def _added(lists: Iterable[Sequence[int]]) -> list[int]:
@@ -596,7 +587,8 @@ def category_grid(results: Results, load: Load) -> Chart | None:
         bars = [_category_bar(*each) for each in zip(rows, shares, tips, strict=True)]
         axis = Axis(f"{systems[0]}: accepted, of those verified", share_tick, most=1.0)
         return _both("categories", lambda size: charts.bar_chart(title, bars, axis, size), HALF)
-    return _both("categories", lambda size: charts.grid(title, rows, systems, shares, share_tick, tips, size), HALF)
+    width, _ = results.size
+    return _both("categories", lambda size: charts.grid(title, rows, systems, shares, share_tick, tips, size), width)
 
 
 def _category_bar(name: str, shares: Sequence[float | None], tips: Sequence[str]) -> Bar:
@@ -624,7 +616,7 @@ def phases(results: Results, load: Load) -> Chart | None:
         return None
     seen = {phase for each in found.values() for phase, seconds in each.items() if seconds > 0}
     names = [phase for phase in PHASES if phase in seen] + sorted(seen - PHASES.keys())
-    spare = iter(POLICY_LOOKS[3:] * len(names))
+    spare = cycle(SPARE_LOOKS)
     parts = [(phase, PHASES.get(phase) or next(spare)) for phase in names]
     stacks = []
     for name, seconds in found.items():
@@ -765,10 +757,21 @@ class Page:
     results: Results
     loads: tuple[AtLoad, ...]
     chosen: int  # load shown first
-    seen: tuple[System, ...]  # systems with a time line
-    traced: int  # the one of them shown first
+    seen: tuple[System, ...]  # systems with a time line under any load
+    traced: int  # the one of them shown first; it has a time line under the load shown first
     latency: tuple[Chart, ...]
     throughput: tuple[Chart, ...]
+
+    def untraced(self, at: AtLoad) -> list[int]:
+        """Numbers of the systems in `seen` without a time line under this load."""
+        return [number for number, system in enumerate(self.seen) if system.name not in at.timelines]
+
+    def absence(self, system: System, at: AtLoad) -> str:
+        """Why there is no time line here, and where there is one."""
+        played = bool(self.results.runs.get((system.name, at.load)))
+        why = "its run has no record of the steps" if played else "this load was not played"
+        where = _enumerated([each.load.label for each in self.loads if system.name in each.timelines])
+        return f"No time line of {system.name} at {at.load.label}: {why}. There is one at {where}."
 
     @property
     def images(self) -> dict[str, Markup]:
@@ -785,16 +788,28 @@ def compose(document: Document) -> Page:
     results = read(document)
     loads = tuple(_at(results, load) for load in results.loads)
     seen = tuple(s for s in results.systems if any(s.name in at.timelines for at in loads))
-    policies = [index for index, system in enumerate(seen) if not system.other]
+    chosen = _first_load(loads)
     return Page(
         results=results,
         loads=loads,
-        chosen=len(loads) // 2,
+        chosen=chosen,
         seen=seen,
-        traced=policies[-1] if policies else 0,
+        traced=_first_traced(seen, loads[chosen]) if seen else 0,
         latency=tuple(over_load(results, LATENCY, "mean latency per output token, ms", "latency")),
         throughput=tuple(over_load(results, THROUGHPUT, "output tokens per second", "throughput")),
     )
+
+
+def _first_load(loads: Sequence[AtLoad]) -> int:
+    """The middle one, of those with a time line if there are any."""
+    traced = [number for number, at in enumerate(loads) if at.timelines]
+    return traced[len(traced) // 2] if traced else len(loads) // 2
+
+
+def _first_traced(seen: Sequence[System], at: AtLoad) -> int:
+    """`faser`, or else the last policy, of the systems with a time line under this load."""
+    present = [number for number, system in enumerate(seen) if system.name in at.timelines]
+    return max(present, key=lambda number: (seen[number].name == "faser", not seen[number].other, number))
 
 
 def render(page: Page) -> str:
@@ -811,7 +826,8 @@ def render(page: Page) -> str:
         title=headed(document.about),
         command=shlex.join(document.command),
         when=when(document.created),
-        about=facts(document.about, ("ablation",)),
+        about=facts(document.about, ("ablation", "systems")),
+        swatch=charts.swatch,
         workload=facts(document.workload, ("loads",)),
         repeats=sorted({group.repeats for group in document.groups}),
         partial=[f"{run.system} at {Load.of(run).label}" for run in document.runs if run.partial],
@@ -872,5 +888,18 @@ def _photograph(program: str, chart: Markup, path: Path) -> None:
             "--hide-scrollbars", "--force-device-scale-factor=2", f"--window-size={width + 32},{height + 32}",
             f"--user-data-dir={folder}/profile", f"--screenshot={picture}", page.as_uri(),
         ]  # fmt: skip
-        subprocess.run([program, *flags], check=True, capture_output=True, timeout=60)
+        _run_alone([program, *flags])
         shutil.copyfile(picture, path)
+
+
+def _run_alone(command: Sequence[str]) -> None:
+    """In a session of its own: Ctrl-C in the terminal does not reach it, and its helpers end when it does."""
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True) as process:
+        try:
+            status = process.wait(BROWSER_SECONDS)
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if status:
+        raise subprocess.CalledProcessError(status, command[0])

@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
-from faser.bench.play import Update, play, set_policy, warm_ups_of
+from faser.bench.play import REAL_CLOCK, Clock, Update, play, set_policy, warm_ups_of
 from faser.bench.prompts import Encode, enclosing_tokens
 from faser.bench.records import Run, Workload
 from faser.bench.remote import Remote, play_remote
@@ -50,6 +50,7 @@ class PolicySystem:
     engine: Engine
     name: str
     temperature: float
+    clock: Clock = field(default=REAL_CLOCK, kw_only=True)
 
     @property
     def policy(self) -> str:
@@ -58,13 +59,21 @@ class PolicySystem:
     def warm_up(self, workload: Workload, size: int, stopped: Stopped) -> None:
         set_policy(self.engine, self.name)
         for warm in warm_ups_of(workload, size):
-            run = play(self.engine, warm, self.name, stopped=stopped)
+            run = play(self.engine, warm, self.name, clock=self.clock, stopped=stopped)
             lost = [record.error for record in run.records if record.error is not None]
             if lost and len(lost) == len(run.records):
                 raise EngineError(f"{self.name}: no request of the warm-up was answered: {lost[0]}")
 
     def play(self, workload: Workload, stopped: Stopped, update: Update) -> Run:
-        return play(self.engine, workload, self.name, temperature=self.temperature, stopped=stopped, update=update)
+        return play(
+            self.engine,
+            workload,
+            self.name,
+            temperature=self.temperature,
+            clock=self.clock,
+            stopped=stopped,
+            update=update,
+        )
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,21 @@ def check_traffic(options: WorkloadOptions, loads: Iterable[Load]) -> None:
         read_texts(options.prompts)
 
 
+def poisson_traffic(options: WorkloadOptions, rate: float, least: int) -> WorkloadOptions:
+    """Poisson arrivals for the default duration, or for as many seconds as `least` requests take to arrive."""
+    process = f"poisson:{rate:g}"
+    longest = max(DEFAULT_DURATION, 20 * least / rate)
+    times = parse_arrivals(process).times(longest, _generator(options, 0))
+    duration = max(DEFAULT_DURATION, math.ceil(times[:least][-1]))
+    return replace(options, arrivals=process, timing=replace(options.timing, duration=duration))
+
+
+def probe_items(options: WorkloadOptions, vocabulary: Vocabulary, number: int) -> tuple[Item, ...]:
+    """Requests of the lengths of the traffic, for a calibration. Random tokens, so that no prompt is cached."""
+    probe = replace(options, prompts=RANDOM, requests=number)
+    return make_workload(probe, Load(concurrency=1), vocabulary).items
+
+
 def _generator(options: WorkloadOptions, purpose: int) -> np.random.Generator:
     """Of its own for each purpose, so that one does not move the other."""
     return np.random.default_rng([options.seed, purpose])

@@ -1,15 +1,21 @@
 """The command, end to end on a small model."""
 
 import json
+import os
+import re
 import signal
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
+from faser.bench import command, report
 from faser.bench import play as player
 from faser.bench.command import Asked
 from faser.bench.document import FIGURES, Document
+from faser.bench.estimate import Estimate, Pace
 from faser.bench.results import read_against
 from faser.bench.table import render
 from faser.bench.workload import Load
@@ -41,10 +47,11 @@ def asked(*given):
 
 def test_policies_meet_the_same_requests_and_the_result_is_a_table_and_one_line(model, capsys, tmp_path):
     out, saved = tmp_path / "results" / "a.json", tmp_path / "w.jsonl"
-    lines, document, _ = bench(
+    lines, document, err = bench(
         capsys, *model, *TRAFFIC, "--policies", "off,fixed:1..2", "--repeats", "2", "--slo", "ttft=5",
         "--out", str(out), "--save-workload", str(saved),
     )  # fmt: skip
+    assert re.search(r"^faser: .* requests/s: \d+ requests, 3 policies, 2 repeats, about \d+ s$", err, re.M)
     assert [line.split()[0] for line in lines[2:5]] == ["off", "fixed:1", "fixed:2"]
     assert [(run["system"], run["repeat"]) for run in document["runs"]] == [
         (system, repeat) for repeat in (0, 1) for system in ("off", "fixed:1", "fixed:2")
@@ -75,26 +82,121 @@ def test_every_rate_and_every_concurrency_is_a_table(model, capsys):
     assert lines[0] == "1 at a time"
 
 
-def test_an_interrupt_still_writes_what_was_measured(model, capsys, monkeypatch, tmp_path):
-    send, sent, before = player._Play._send, [], signal.getsignal(signal.SIGINT)
+SIGNALS = [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+ENDED_EARLY = ["--concurrency", "2", "--requests", "12", "--prompt-len", "8", "--output-len", "4", "--warmup", "0"]
+
+
+@pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN], ids=["in the foreground", "in the background"])
+def handlers(request):
+    """As a shell leaves them: a job in the background has SIGINT ignored."""
+    before = {number: signal.getsignal(number) for number, _, _ in SIGNALS}
+    signal.signal(signal.SIGINT, request.param)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield {signal.SIGINT: request.param, signal.SIGTERM: signal.SIG_DFL}
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def uncalibrated(monkeypatch):
+    """Every request that is sent is one of a run."""
+    estimate = Estimate((Pace(1, 100.0, 100.0),))
+    monkeypatch.setattr(command, "size_traffic", lambda asked, system, vocabulary: (asked, estimate))
+
+
+def raise_at(monkeypatch, *numbers):
+    """A signal after each of these requests, counted over all runs."""
+    send, sent = player._Play._send, []
 
     def interrupted(self, index, item):
         send(self, index, item)
         sent.append(index)
-        if len(sent) == 20:
-            signal.raise_signal(signal.SIGINT)
+        for at, number in numbers:
+            if len(sent) == at:
+                signal.raise_signal(number)
 
     monkeypatch.setattr(player._Play, "_send", interrupted)
-    out = tmp_path / "a.json"
-    traffic = ["--concurrency", "2", "--requests", "12", "--prompt-len", "8", "--output-len", "4", "--warmup", "0"]
+
+
+@pytest.mark.parametrize(("number", "status", "word"), SIGNALS)
+def test_a_signal_still_writes_what_was_measured(
+    number, status, word, model, capsys, monkeypatch, tmp_path, handlers, uncalibrated
+):
+    raise_at(monkeypatch, (20, number))
+    monkeypatch.setattr(report, "browser", lambda: None)
+    out, page = tmp_path / "a.json", tmp_path / "page"
     lines, document, err = bench(
-        capsys, *model, *traffic, "--policies", "off,fixed:1,fixed:2", "--out", str(out), status=130
-    )
+        capsys, *model, *ENDED_EARLY, "--policies", "off,fixed:1,fixed:2", "--out", str(out), "--report", str(page),
+        status=status,
+    )  # fmt: skip
     assert [(run["system"], run["partial"]) for run in document["runs"]] == [("off", False), ("fixed:1", True)]
-    assert "interrupted" in err
+    assert err.endswith(f"faser: {word}; the runs measured so far were kept\n")
     assert any("fixed:1 (partial)" in line for line in lines)
     assert len(json.loads(out.read_text())["runs"]) == 2
-    assert signal.getsignal(signal.SIGINT) is before
+    assert "fixed:1" in (page / "report.html").read_text()
+    assert {number: signal.getsignal(number) for number in handlers} == handlers
+
+
+@pytest.mark.parametrize(("number", "status", "word"), SIGNALS)
+def test_a_signal_in_the_warm_up_of_the_first_run_leaves_nothing(
+    number, status, word, model, capsys, monkeypatch, handlers, uncalibrated
+):
+    raise_at(monkeypatch, (1, number))
+    assert main(["bench", *model, *ENDED_EARLY[:-1], "1"]) == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines()[-1] == f"faser: {word}"
+
+
+def test_a_second_sigterm_ends_the_command_at_once(model, monkeypatch, handlers, uncalibrated):
+    raise_at(monkeypatch, (5, signal.SIGTERM), (6, signal.SIGTERM))
+    monkeypatch.setattr(command.Interrupts, "__call__", lambda self: False)  # a step that takes long
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *model, *ENDED_EARLY])
+    assert ended.value.code == 143
+
+
+def test_a_sigterm_while_a_model_is_loaded_ends_the_command(model, monkeypatch, handlers):
+    monkeypatch.setattr(command, "load_engine", lambda *_: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *model])
+    assert ended.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) == handlers[signal.SIGTERM]
+
+
+BROWSER = """#!/bin/sh
+exec 3> {fifo}
+(sleep 60; echo survived >&3) &
+kill -TERM $PPID
+kill -TERM $PPID
+wait
+"""
+
+
+def test_a_run_cut_by_sigterm_leaves_no_process_and_no_temporary_file(folder, tmp_path):
+    """Two signals while a browser draws the report. The browser's helper holds a pipe, which closes when it ends."""
+    fifo, temporary, browser = tmp_path / "fifo", tmp_path / "temporary", tmp_path / "bin" / "chromium"
+    os.mkfifo(fifo)
+    temporary.mkdir()
+    browser.parent.mkdir()
+    browser.write_text(BROWSER.format(fifo=fifo))
+    browser.chmod(0o755)
+    given = ["bench", "--model", str(folder), "--draft", "ngram", "--device", "cpu", "--policies", "off", *ENDED_EARLY,
+             "--report", str(tmp_path / "page"), "--out", str(tmp_path / "a.json")]  # fmt: skip
+    environment = {**os.environ, "TMPDIR": str(temporary), "PATH": f"{browser.parent}:{os.environ['PATH']}"}
+    held = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys, faser.cli; sys.exit(faser.cli.main({given!r}))"],
+        env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    os.set_blocking(held, True)
+    assert os.read(held, 100) == b""
+    os.close(held)
+    assert done.returncode == 143, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["runs"]
+    assert {path.name for path in tmp_path.iterdir()} >= {"a.json", "page"}
+    assert (tmp_path / "page" / "report.html").is_file()
+    assert list(temporary.iterdir()) == []
 
 
 def test_an_error_takes_nothing_from_what_was_measured(model, capsys, monkeypatch):
@@ -107,14 +209,7 @@ def test_an_error_takes_nothing_from_what_was_measured(model, capsys, monkeypatc
     monkeypatch.setattr("faser.bench.systems.set_policy", fails_later)
     _, document, err = bench(capsys, *given, "--policies", "off,fixed:1", status=1)
     assert [run["system"] for run in document["runs"]] == ["off"]
-    assert err == "faser: no graphs today\n"
-
-
-def test_an_interrupt_before_the_first_run_leaves_nothing(model, capsys, monkeypatch):
-    monkeypatch.setattr(player._Play, "_send", lambda *_: signal.raise_signal(signal.SIGINT))
-    assert main(["bench", *model, *TRAFFIC]) == 130
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", "faser: interrupted\n")
+    assert err.endswith("\nfaser: no graphs today\n")
 
 
 def test_the_engine_is_driven_without_what_only_servers_need(folder):
@@ -142,7 +237,9 @@ def test_a_server_is_played_without_a_model_and_its_losses_are_counted(capsys, t
         assert document["runs"][0]["summary"]["acceptance"] == 0.5
         assert "1 of 3 requests lost: status 503: try again later" in err
         assert "secret" not in json.dumps(document)
-        bench(capsys, "--url", stub.url, "--workload", workload_file(tmp_path, BUSY, BUSY), status=1)
+        _, _, err = bench(capsys, "--url", stub.url, "--workload", workload_file(tmp_path, BUSY, BUSY), status=1)
+        assert "no request of the calibration was answered, so it is not known how long this takes" in err
+        assert "all at once: 2 requests, 1 system, 0 s or more" in err
 
 
 def test_another_server_is_a_column(model, capsys, tmp_path):

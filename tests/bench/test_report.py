@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -12,15 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from faser.bench import charts, report
+from benchmarks.ablation import LADDER, explained
+from faser.bench import charts, legend, report
 from faser.bench.charts import Axis, Bar, Line, Look, Panel, Point, Scale, Size, Stack, Trace
 from faser.bench.document import FIGURES, Category, Document, RunDocument
 from faser.bench.records import Moment, Record
 from faser.bench.summary import group_runs
+from faser.policy import POLICIES as POLICY_NAMES
+from faser.policy import make_policy
 
 EXAMPLE = Path(__file__).with_name("example.json")
+SHIPPED = Path(__file__).parents[2] / "docs" / "results"
 POLICIES = ("off", "fixed:1", "fixed:3", "goodput", "faser")
 VOID = {"meta", "link", "input", "br"}  # elements of HTML that have no end
 
@@ -156,8 +162,8 @@ def test_the_page_nests_and_names_every_system_load_and_part() -> None:
     ):
         assert name in text
     parts = reading(page).parts
-    assert parts[:3] == ["Headline", "All figures", "Over time"]
-    assert set(parts[3:]) == {"Acceptance", "Where time goes", "Ablation", "What the figures mean"}
+    assert parts[:4] == ["Headline", "Systems", "All figures", "Over time"]
+    assert set(parts[4:]) == {"Acceptance", "Where time goes", "Ablation", "What the figures mean"}
     assert "faser bench --policies off,fixed:1..3 --report 'a folder'" in text
 
 
@@ -262,7 +268,7 @@ def test_what_a_system_does_not_tell_is_a_gap() -> None:
     silent = replace(run("elsewhere", 1.0, 0, None, 1.0), summary=dict.fromkeys(FIGURES), phases={})
     reader = reading(page_of(document([silent])))
     assert "elsewhere" in reader.text
-    assert reader.parts == ["Headline", "All figures", "What the figures mean"]
+    assert reader.parts == ["Headline", "Systems", "All figures", "What the figures mean"]
     short = replace(run("faser", 1.0, 0, "faser", 1.0), summary={**summary(1, 1, True), "ttft_mean": float("nan")})
     assert "nan" not in page_of(document([short, silent]))
 
@@ -276,7 +282,121 @@ def test_a_load_that_one_system_did_not_play_leaves_its_row_out() -> None:
         [row.system.name for row in report.figure_table(results, load, report.SPEED).rows] for load in results.loads
     ]
     assert rows == [["off", "faser"], ["off"]]
-    assert "No time line of faser at 2 requests/s." in words(page_of(given))
+    missing = "No time line of faser at 2 requests/s: this load was not played. There is one at 1 requests/s."
+    assert missing in words(page_of(given))
+
+
+def unseen(system: str, rate: float, policy: str) -> RunDocument:
+    return replace(run(system, rate, 0, policy, 1.0), moments=())
+
+
+@pytest.mark.parametrize(
+    ("runs", "opens"),
+    [
+        ([run("off", 1.0, 0, "off", 1.0), run("+ off", 2.0, 0, "+ off", 1.0)], ("+ off", 2.0)),
+        (
+            [run("faser", 1.0, 0, "faser", 1.0), unseen("faser", 2.0, "faser"), unseen("off", 3.0, "off")],
+            ("faser", 1.0),
+        ),
+        ([run("faser", 1.0, 0, "faser", 1.0), run("+ off", 1.0, 0, "+ off", 1.0)], ("faser", 1.0)),
+        ([run("off", 1.0, 0, "off", 1.0), run("ema", 1.0, 0, "ema", 1.0)], ("ema", 1.0)),
+    ],
+)
+def test_the_page_opens_on_a_time_line_that_exists(runs: list[RunDocument], opens: tuple[str, float]) -> None:
+    page = report.compose(document(runs))
+    at = page.loads[page.chosen]
+    assert (page.seen[page.traced].name, at.load.rate) == opens
+    assert page.seen[page.traced].name in at.timelines
+    checked = {a["id"] for tag, a in reading(report.render(page)).tags if tag == "input" and "checked" in a}
+    assert checked == {f"load-{page.chosen}", f"system-{page.traced}"}
+
+
+def test_systems_without_a_time_line_are_crossed_out_and_say_why() -> None:
+    page = page_of(document([run("off", 1.0, 0, "off", 1.0), run("faser", 1.0, 0, "faser", 1.0),
+                             unseen("off", 2.0, "off"), run("faser", 2.0, 0, "faser", 1.0)]))  # fmt: skip
+    crossed = re.findall(r"body:has\(#load-(\d):checked\) label:has\(#system-(\d)\)", page)
+    assert crossed == [("1", "0")]
+    assert "No time line of off at 2 requests/s: its run has no record of the steps." in words(page)
+    assert "Systems crossed out have no time line at 2 requests/s." in words(page)
+
+
+# ── the systems ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def looks(names: Sequence[str | None]) -> list[Look]:
+    runs = [run(name or f"server {i}", 1.0, 0, name, 1.0) for i, name in enumerate(names)]
+    return [system.look for system in report.read(document(runs)).systems]
+
+
+def test_twenty_systems_have_a_marker_each_so_that_colour_is_not_needed() -> None:
+    names = ["off", *(f"fixed:{k}" for k in range(1, 7)), *legend.POLICIES, "a", "b", "c", "+ off", None]
+    found = looks(list(dict.fromkeys(names)))
+    assert len(found) >= 19
+    assert len({look.marker for look in found}) == len(found)
+
+
+def test_forty_systems_still_look_different() -> None:
+    found = looks([*(f"policy {i}" for i in range(20)), *(f"fixed:{k}" for k in range(1, 13)), *[None] * 8])
+    assert len({(look.colour, look.dash, look.marker) for look in found}) == 40
+
+
+def test_the_lines_and_the_legend_draw_the_marker() -> None:
+    shapes = {str(charts.swatch(Look("blue", marker=marker))) for marker in charts.MARKERS}
+    assert len(shapes) == len(charts.MARKERS) == 20
+    points = (Point(1, 1.0), Point(2, 2.0))
+    drawn = [
+        charts.line_chart("t", [Line("a", Look("blue", marker=marker), points)], Axis("x", str), Axis("y", str), size)
+        for marker in charts.MARKERS
+        for size in [Size(500, 300)]
+    ]
+    assert len(set(drawn)) == len(charts.MARKERS)
+
+
+@pytest.mark.parametrize(
+    ("policy", "meaning"),
+    [
+        ("fixed:1", "every request drafts 1 token in every step"),
+        ("table:64=3/128=1", "a length by batch size, as in vLLM: 3 up to 64 requests, 1 up to 128 requests, 0 above"),
+        ("mine", legend.UNKNOWN),
+        (None, legend.OTHER),
+    ],
+)
+def test_a_name_is_explained(policy: str | None, meaning: str) -> None:
+    name = policy or "http://x"
+    text = words(page_of(document([run(name, 1.0, 0, policy, 1.0)])))
+    assert f"{name} {meaning}" in text
+
+
+def test_every_policy_is_explained() -> None:
+    for name in POLICY_NAMES:
+        assert legend.explain(name, make_policy(name).name) != legend.UNKNOWN, name
+
+
+def test_the_document_explains_its_own_systems() -> None:
+    given = document([run("+ off", 1.0, 0, "+ off", 1.0)], {"systems": {"+ off": "all of <it>", "else": "unused"}})
+    page = page_of(given)
+    assert "all of <it>" in words(page)
+    assert "<it>" not in page
+    assert "unused" not in page
+    assert "old off" in words(page_of(document([run("old off", 1.0, 0, "off", 1.0)])))
+    assert legend.explain("old off", "off").endswith("; from a file of results")
+
+
+def test_the_systems_of_the_benchmarks_are_explained() -> None:
+    names = [*LADDER, "+ early exit", "+ overlap", "+ overlap on", "vLLM off", "vLLM K=2"]
+    given = explained(document([run(name, 1.0, 0, None if "vLLM" in name else name, 1.0) for name in names]))
+    meanings = [system.meaning for system in report.read(given).systems]
+    assert len(set(meanings)) == len(names)
+    assert not {legend.UNKNOWN, legend.OTHER} & set(meanings)
+    plain_policies = document([run("off", 1.0, 0, "off", 1.0)])
+    assert explained(plain_policies) == plain_policies
+
+
+def test_charts_of_many_systems_take_the_whole_width() -> None:
+    many = document([run(f"fixed:{k}", rate, 0, f"fixed:{k}", 1.0) for k in range(1, 10) for rate in (1.0, 2.0)])
+    assert box(report.compose(many).latency[0].wide)[0] == report.FULL
+    assert box(report.compose(full()).latency[0].wide)[0] == report.HALF
+    assert 'class="pair crowded"' in page_of(many)
 
 
 def test_closed_loops_and_clocks_do_not_share_an_axis() -> None:
@@ -334,6 +454,18 @@ def test_the_example_of_the_schema_can_be_drawn() -> None:
     assert all(group.system in text for group in given.groups)
 
 
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in SHIPPED.glob("*/results.json")))
+def test_a_shipped_page_explains_its_systems_and_opens_on_a_time_line(name: str) -> None:
+    given = Document.from_dict(json.loads((SHIPPED / name / "results.json").read_text(encoding="utf-8")))
+    page = (SHIPPED / name / "report.html").read_text(encoding="utf-8")
+    for system in report.read(explained(given)).systems:
+        assert system.meaning not in (legend.UNKNOWN, legend.OTHER)
+        assert str(escape(system.meaning)) in page, system.name
+    opened = re.findall(r'id="(load|system)-(\d+)" checked', page)
+    load, system_number = (number for _, number in opened)
+    assert re.search(rf'<div data-load="{load}" data-system="{system_number}"><div class="drawing"', page)
+
+
 # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -351,6 +483,18 @@ def test_a_browser_that_fails_leaves_the_page(tmp_path: Path, monkeypatch: pytes
     said: list[str] = []
     assert len(report.write_report(tmp_path, full((1.0,), 1), said.append)) == 1
     assert len(said) == 1
+
+
+def test_a_browser_that_fails_takes_its_helpers_with_it(tmp_path: Path) -> None:
+    """The helper holds a pipe, which closes when it ends."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    held = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(subprocess.CalledProcessError):
+        report._run_alone(["sh", "-c", f"exec 3> {fifo}; (sleep 60; echo survived >&3) & exit 3"])
+    os.set_blocking(held, True)
+    assert os.read(held, 100) == b""
+    os.close(held)
 
 
 def test_a_browser_draws_a_png_at_twice_its_size(tmp_path: Path) -> None:

@@ -1,0 +1,150 @@
+"""How long a benchmark will take, and how much traffic it offers where nobody asked for a load.
+
+Both follow from the pace of a system at a few short requests. Reads no clock: the times are those of the records, so
+that a test calibrates in virtual time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+
+import numpy as np
+
+from faser.bench.play import warm_ups_of
+from faser.bench.records import Item, Run, Workload
+
+SIZES = (1, 4, 16, 64, 256)  # requests at once in a calibration
+PAYS = 1.3  # a size pays if it answers this many times the requests per second of the size before
+CALIBRATION_SECONDS = 20.0  # a size that would exceed this in all is not tried
+NEXT_SIZE = 2.0  # times the seconds of the size before that a size is taken to need
+MOST_PROMPT, MOST_OUTPUT = 256, 16  # tokens of a request in a calibration
+LOAD = 0.5  # the default load, as a share of the capacity
+MARGIN = 1.1  # on the total: policies differ in pace, and only the first system is calibrated
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Tokens per second with `size` requests at once."""
+
+    size: int
+    prompt: float
+    output: float
+
+    def seconds(self, items: Sequence[Item]) -> float:
+        prompt = sum(len(item.prompt_token_ids) for item in items) / self.prompt
+        return prompt + sum(item.max_tokens for item in items) / self.output
+
+
+def calibrate(play: Callable[[Workload], Run], items: Sequence[Item]) -> tuple[Pace, ...]:
+    """Plays more and more requests at once, until more do not pay or take too long. The paces, smallest size first;
+    none if no request was answered."""
+    paces: list[Pace] = []
+    endless, spent = cycle(items), 0.0
+    for size in SIZES:
+        runs = [play(Workload(_short(islice(endless, size), tokens))) for tokens in (1, MOST_OUTPUT)]
+        pace = _pace(size, *map(_Totals.of, runs))
+        if pace is None:
+            break
+        paces.append(pace)
+        seconds = sum(run.seconds for run in runs)
+        spent += seconds
+        pays = size == 1 or PAYS * pace.seconds(items) < paces[-2].seconds(items)
+        if not pays or spent + NEXT_SIZE * seconds > CALIBRATION_SECONDS:
+            break
+    return tuple(paces)
+
+
+def _short(items: Iterable[Item], most_output: int) -> tuple[Item, ...]:
+    return tuple(
+        Item(0.0, item.prompt_token_ids[:MOST_PROMPT], min(item.max_tokens, most_output), item.category)
+        for item in items
+    )
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """Of the requests that were answered."""
+
+    requests: int
+    prompt: int
+    output: int
+    seconds: float
+    rate: float  # of the tokens after the first: each request has its own, and they add up
+
+    @classmethod
+    def of(cls, run: Run) -> _Totals:
+        requests = prompt = output = 0
+        last = rate = 0.0
+        for record in run.records:
+            if record.first is not None and record.end is not None and record.error is None:
+                requests, prompt, output = requests + 1, prompt + record.num_prompt, output + record.num_tokens
+                last = max(last, record.end)
+                rate += (record.num_tokens - 1) / (record.end - record.first) if record.end > record.first else 0.0
+        return cls(requests, prompt, output, last, rate)
+
+
+def _pace(size: int, first: _Totals, whole: _Totals) -> Pace | None:
+    """`first` has one token for each request: its seconds are those of the prompts. `whole` also decodes.
+
+    Two views of decoding, and the slower one counts: what `whole` took longer, which is noisy where prompts take most
+    of the time, and the rates of its requests, which are too high where some had to wait for others.
+    """
+    if not first.seconds or not whole.seconds:
+        return None
+    prompt = first.prompt / first.seconds
+    decoding = whole.seconds - whole.prompt / prompt
+    longer = (whole.output - whole.requests) / decoding if decoding > 0 else math.inf
+    return Pace(size, prompt, min(longer or math.inf, whole.rate or math.inf))
+
+
+def default_rate(paces: Sequence[Pace], items: Sequence[Item]) -> float:
+    """Requests per second, in two digits: LOAD of what the system can answer of these."""
+    capacity = max(len(items) / pace.seconds(items) for pace in paces)
+    return _floored(LOAD * capacity)
+
+
+def _floored(value: float) -> float:
+    power = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return float(f"{math.floor(value / power * (1 + 1e-9)) * power:.2g}")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of a run, from the paces of a calibration. Without paces it only knows when requests arrive."""
+
+    paces: tuple[Pace, ...]
+
+    def of_run(self, workload: Workload) -> float:
+        items = workload.items
+        if not items:
+            return 0.0
+        if workload.concurrency is not None:
+            return self._work(items, workload.concurrency)
+        work = min((pace.seconds(items) for pace in self.paces), default=0.0)
+        alone = self._work(items, 1) / len(items)
+        return max(items[-1].arrival + 2 * alone, work + alone)  # twice: the last request is not alone
+
+    def _work(self, items: Sequence[Item], size: int) -> float:
+        """With `size` at once. Between two sizes of the calibration, requests per second grow evenly."""
+        if not self.paces:
+            return 0.0
+        speeds = [1 / pace.seconds(items) for pace in self.paces]
+        return 1 / float(np.interp(size, [pace.size for pace in self.paces], speeds))
+
+    def of_warm_up(self, workload: Workload, size: int) -> float:
+        return sum(map(self.of_run, warm_ups_of(workload, size)))
+
+
+def rounded_up(seconds: float) -> int:
+    """To 5 s, from a minute on to 10 s, from ten minutes on to a minute."""
+    step = 5 if seconds <= 60 else 10 if seconds <= 600 else 60
+    return max(step, step * math.ceil(seconds / step - 1e-9))
+
+
+def in_words(seconds: int) -> str:
+    hours, minutes, rest = seconds // 3600, seconds // 60 % 60, seconds % 60
+    parts = [f"{number} {unit}" for number, unit in ((hours, "h"), (minutes, "min"), (rest, "s")) if number]
+    return " ".join(parts) or "0 s"
