@@ -19,7 +19,7 @@ from faser.bench.prompts import Encode, enclosing_tokens
 from faser.bench.records import Run, Workload
 from faser.bench.remote import Remote, play_remote
 from faser.bench.workload import Vocabulary
-from faser.config import EngineOptions
+from faser.config import NO_DRAFT, EngineOptions
 from faser.engine import Engine
 from faser.errors import EngineError
 from faser.machine import processor_name
@@ -108,6 +108,8 @@ def load_engine(model: str | None, draft: str | None, options: EngineOptions, ch
     engine = build_engine(pair.target, pair.draft, options, pair.tokenizer)
     encode = None if pair.tokenizer is None else partial(pair.tokenizer.encode, add_special_tokens=False)
     drafts = draft if draft is not None or model is not None else DEFAULT_DRAFT.stem
+    if drafts == NO_DRAFT:
+        drafts = None
     return Loaded(
         engine,
         Vocabulary(

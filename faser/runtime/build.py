@@ -295,7 +295,8 @@ def _profile_of(made: _Made, options: EngineOptions) -> Profile | None:
         return _assumed(made)
     if options.profiling == "quick":
         started = perf_counter()
-        profile = measure_quick(_subject(made), about)
+        with progress_bar("profiling"):
+            profile = measure_quick(_subject(made), about)
         log.info("rough profile in %.1f s; the rest is measured when there are no requests", perf_counter() - started)
         return profile
     profile, seconds = _measure(made)

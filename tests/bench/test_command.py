@@ -371,3 +371,8 @@ def test_a_line_of_output_holds_no_records(example):
     short = example.without_details()
     assert replace(short, runs=()) == replace(example, runs=())
     assert not any(run.records or run.moments for run in short.runs)
+
+
+def test_without_a_draft_off_is_the_default_policy():
+    args = make_parser().parse_args(["bench", "--draft", "none"])
+    assert command._policies(args) == ("off",)
