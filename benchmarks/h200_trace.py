@@ -316,6 +316,7 @@ def load_faser(args: argparse.Namespace) -> Loaded:
         max_model_len=args.max_model_len,
         max_batch_tokens=args.batch_tokens,
         prefix_caching=False,
+        profiling="full",
     )
     return load_engine(str(args.folder / "target"), str(args.folder / "draft"), options, chat=False)
 

@@ -236,6 +236,7 @@ def build(args: argparse.Namespace) -> Engine:
         prefix_caching=False,
         max_running=max(args.batches),
         num_pages=200 if args.tiny else None,
+        profiling="full",
         early_exit="off",
         overlap="on",  # and not by itself, so that all ways can be tried
     )

@@ -330,7 +330,7 @@ def test_what_a_few_requests_replay_was_captured_ahead_whichever_way_they_overla
 def test_a_verification_of_nothing_but_rides_is_captured_for_each_part(device, monkeypatch):
     from faser.runtime.cuda.model import verification
 
-    target = Transformer.random(CONFIGS["llama3"], 0, std=0.3)
+    target = Transformer.random(replace(CONFIGS["llama3"], head_dim=16), 0, std=0.3)  # a GPU's products need 16
     executor = make_engine(device, target, target, Fixed(3), ahead=True, overlap="on").executor
     captured = []
     monkeypatch.setattr(executor._lanes, "num_sms", 132)
