@@ -2,7 +2,7 @@
 
 On a GPU a forward over 256 requests takes about 8 ms; planning and committing must cost under 1 ms of it. The executor
 here is a stub that answers at once with random acceptance, so only the scheduler is timed. Prefix caching is on, both
-models have pages, and every request drafts its own random length every step.
+models have pages, every request drafts its own random length every step, and the bound on a step's seconds learns.
 
     .venv/bin/python benchmarks/scheduler.py [--requests 256] [--steps 400]
 
@@ -20,9 +20,11 @@ import numpy as np
 
 from faser.pages import PagePool
 from faser.policy import BatchView
+from faser.prompt_pace import GPU, StepPace
 from faser.scheduler import Limits, Scheduler
-from faser.types import IntArray, Request, SamplingParams, StepPlan, StepResult
+from faser.types import IntArray, Request, SamplingParams, StepPlan, StepResult, StepSeconds
 
+STEP = StepSeconds(draft=0.002, verify=0.008)  # what the pace is told
 PROMPT, PAGE_SIZE, MAX_MODEL_LEN = 128, 16, 8192
 
 
@@ -47,7 +49,8 @@ def answer(plan: StepPlan, random: np.random.Generator) -> StepResult:
 def make_scheduler(num_requests: int, most: int) -> Scheduler:
     limits = Limits(num_requests, 8192, MAX_MODEL_LEN)
     pools = [PagePool(num_requests * MAX_MODEL_LEN // PAGE_SIZE, PAGE_SIZE, num_requests, MAX_MODEL_LEN) for _ in "td"]
-    scheduler = Scheduler(limits, RaggedLengths(most), pools[0], pools[1], speculates=True)
+    pace = StepPace(GPU.max_step_ms / 1e3, GPU)
+    scheduler = Scheduler(limits, RaggedLengths(most), pools[0], pools[1], speculates=True, pace=pace)
     random = np.random.default_rng(1)
     for number in range(num_requests):
         prompt = tuple(random.integers(2, 30_000, size=PROMPT).tolist())
@@ -75,6 +78,8 @@ def main() -> None:
         result = answer(plan, random)
         answered = time.process_time()
         scheduler.commit(plan, result)
+        if scheduler.pace is not None:
+            scheduler.pace.learn(plan, STEP, STEP.total)
         if plan.samples.all() and plan.slots.size == args.requests:
             plan_seconds.append(planned - started)
             commit_seconds.append(time.process_time() - answered)

@@ -100,6 +100,11 @@ def _add_engine_sizes(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
     engine.add_argument(
         "--max-batch-tokens", type=int, metavar="N", help="rows in one step; default: 1024 on a CPU, 4096 on a GPU"
     )
+    engine.add_argument(
+        "--max-step-ms", type=float, metavar="MS",
+        help="a step takes no more prompt rows than fit into this time, so that streams do not stall behind a long "
+        "prompt; 0: no bound; default: 300 on a CPU, 50 on a GPU",
+    )  # fmt: skip
     engine.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens in one KV page")
     engine.add_argument(
         "--kv-memory", type=float, metavar="GIB",
@@ -147,6 +152,7 @@ def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
         "max_model_len": args.max_model_len,
         "max_running": args.max_running,
         "max_batch_tokens": args.max_batch_tokens,
+        "max_step_ms": args.max_step_ms,
         "page_size": args.page_size,
         "kv_memory": None if args.kv_memory is None else _num_bytes("--kv-memory", args.kv_memory, 2**30),
         "prefix_caching": not args.no_prefix_caching,
@@ -353,6 +359,10 @@ def _add_simulated_machine(parser: argparse.ArgumentParser) -> None:
     machine.add_argument(
         "--max-batch-tokens", type=int, default=4096, metavar="N", help="rows in one step; default: 4096"
     )
+    machine.add_argument(
+        "--max-step-ms", type=float, default=50.0, metavar="MS",
+        help="a step takes no more prompt rows than fit into this time; 0: no bound; default: 50",
+    )  # fmt: skip
     machine.add_argument(
         "--max-model-len", type=int, default=4096, metavar="N", help="tokens of one request; default: 4096"
     )

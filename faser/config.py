@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 from faser import generation
 from faser.errors import ConfigError
@@ -28,8 +29,10 @@ class EngineOptions:
     policy: str | Policy | None = None  # None: faser with a draft, off without
     device: str = "auto"
     dtype: str = "auto"
-    max_running: int | None = None  # requests in one batch; None: the device's choice
-    max_batch_tokens: int | None = None  # rows in one step: decoding, drafts and prompt chunks together; likewise
+    # Where these three are None the device chooses.
+    max_running: int | None = None  # requests in one batch
+    max_batch_tokens: int | None = None  # rows in one step: decoding, drafts and prompt chunks together
+    max_step_ms: float | None = None  # a step takes no more prompt rows than fit into this time; 0: no bound
     max_model_len: int | None = None  # None: what the model knows
     page_size: int = 16  # tokens
     kv_memory: int | None = None  # bytes for the KV pages of target and draft; None: the device's choice
@@ -46,6 +49,9 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}={value!r}: expected an integer of at least 1")
+        step = self.max_step_ms
+        if step is not None and (isinstance(step, bool) or not isinstance(step, (int, float)) or not 0 <= step < inf):
+            raise ConfigError(f"max_step_ms={step!r}: expected milliseconds above 0, or 0 for no bound")
         if self.max_running is not None and self.max_running > (self.max_batch_tokens or self.max_running):
             raise ConfigError(
                 f"max_running={self.max_running} exceeds max_batch_tokens={self.max_batch_tokens}: "

@@ -159,6 +159,8 @@ class Engine:
             self.exits.learn(exits, plan, result)
         if exits is None or not exits.is_trial:  # no other step takes as long as a trial
             self.cost.learn(plan, result.seconds, ended - started)
+            if self.scheduler.pace is not None:
+                self.scheduler.pace.learn(plan, result.seconds, ended - started)
         self._teach(plan, result, ended - started)
         self.stats.record(plan, result, progress, started=started, planned=planned, ended=ended, predicted=predicted)
         return progress

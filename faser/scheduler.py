@@ -1,8 +1,8 @@
 """Who runs each step, on which pages, drafting how much: `plan` before the step, `commit` after it.
 
-Knows requests, their tokens and both page pools; asks the policy for lengths. Knows nothing of tensors or time. There
-are no phases: a request has tokens the target has not computed, and prefill, decode and verification differ only in how
-many.
+Knows requests, their tokens and both page pools; asks the policy for lengths, and the pace (faser/prompt_pace.py) for
+what prompts may take. Knows nothing of tensors or clocks. There are no phases: a request has tokens the target has not
+computed, and prefill, decode and verification differ only in how many.
 
 Per-request state lives in arrays indexed by slot, because a step over 256 requests must be planned and committed in
 under a millisecond. For a running request, with n = num_tokens:
@@ -27,8 +27,9 @@ dropped.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,6 +41,7 @@ from faser.policy import MAX_LENGTH, BatchView, Policy
 from faser.policy.overlap import Chunks, Overlap
 from faser.policy.stopping import Stopping
 from faser.profile import Cost
+from faser.prompt_pace import KEPT_UP, Room, StepPace, catch_up_work, share, turns
 from faser.types import (
     NONE,
     Admission,
@@ -58,6 +60,9 @@ from faser.types import (
 
 if TYPE_CHECKING:
     from faser.text import StopChecker
+
+MOST_CANDIDATES = 128  # waiting requests that compete for a step, oldest first: bounds the work of a plan
+MOST_HASHED = 1024  # their pages that one plan gives names; a longer prompt is named alone
 
 
 @dataclass(frozen=True)
@@ -83,9 +88,11 @@ class _Entry:
     request: Request
     checker: StopChecker | None
     token_ids: IntArray  # up to date while it waits; while it runs the slot's row is
+    number: int  # counts arrivals: a smaller one is older
     hashes: list[bytes] = field(default_factory=list)  # of the full pages of its context
+    num_found: int = 0  # pages that were in the prefix cache when it was last looked for, while it waits
     stats: Stats = field(default_factory=Stats)  # from before a preemption
-    judged: int = 0  # likewise
+    judged: int = 0  # tokens the target judged before a preemption
     slot: int = -1
 
 
@@ -106,6 +113,7 @@ class _Drafting:
     lengths: IntArray
     lead: IntArray  # of these, those that the step verifies
     rows: IntArray  # that the draft computes first
+    catching_up: float  # seconds that long catch-ups among these are expected to take
     chunks: Chunks | None  # None: drafting and verification do not overlap
 
 
@@ -126,8 +134,10 @@ class Scheduler:
         prefix_caching: bool = True,
         cost: Cost | None = None,
         overlap: Overlap | None = None,
+        pace: StepPace | None = None,
     ) -> None:
         self.limits = limits
+        self.pace = pace  # bounds the seconds of a step; None: only rows are bounded
         self.policy = policy
         self.overlap = overlap
         self.cost = cost  # what the policy may go by
@@ -139,7 +149,8 @@ class Scheduler:
         self._speculates = speculates
         self._caching = prefix_caching
         self._entries: dict[str, _Entry] = {}
-        self._waiting: deque[_Entry] = deque()
+        self._waiting: deque[_Entry] = deque()  # oldest request first
+        self._num_added = 0
         self._at: list[_Entry | None] = [None] * limits.max_running  # by slot
         self._free_slots = list(range(limits.max_running))[::-1]
         self._running: IntArray = np.zeros(0, dtype=np.int64)  # slots, oldest request first
@@ -155,6 +166,7 @@ class Scheduler:
 
         self._tokens: IntArray = np.zeros((limits.max_running, limits.max_model_len), dtype=np.int64)
         self._num_tokens, self._num_prompt, self._end = per_slot(), per_slot(), per_slot()
+        self._numbers = per_slot()  # of arrivals
         self._num_known = per_slot()  # tokens that are here; less than num_tokens while a step is in flight
         self._unsettled: NDArray[np.bool_] = np.zeros(limits.max_running, dtype=np.bool_)  # drafts are counted on
         self._num_computed, self._draft_computed, self._frontier = per_slot(), per_slot(), per_slot()
@@ -186,7 +198,8 @@ class Scheduler:
         if request.id in self._entries:
             raise InvalidRequest(f"request id {request.id!r} is already in use; give every open request its own")
         self._check_size(request)
-        entry = _Entry(request, checker, np.asarray(request.prompt_token_ids, dtype=np.int64))
+        entry = _Entry(request, checker, np.asarray(request.prompt_token_ids, dtype=np.int64), self._num_added)
+        self._num_added += 1
         self._entries[request.id] = entry
         self._waiting.append(entry)
 
@@ -460,47 +473,120 @@ class Scheduler:
         return short
 
     def _preempt(self, slot: int) -> None:
-        """Send a request back to the head of the queue, to compute its context again or find it in the prefix cache."""
+        """Send a request back to the queue, to compute its context again or find it in the prefix cache."""
         entry = self._entry(slot)
         entry.token_ids = self._tokens[slot, : self._num_tokens[slot]].copy()
-        entry.stats, entry.judged = self._stats(entry), int(self._judged[slot])
+        entry.stats, entry.judged, entry.num_found = self._stats(entry), int(self._judged[slot]), 0
         self._vacate(entry)
-        self._waiting.appendleft(entry)
+        place = next((i for i, other in enumerate(self._waiting) if other.number > entry.number), len(self._waiting))
+        self._waiting.insert(place, entry)
         self.num_preemptions += 1
 
     def _admit(self) -> None:
-        """Move waiting requests into slots, oldest first, while rows, slots and pages last."""
+        """Move waiting requests into slots: those whose prompts get rows of this step beside the running ones.
+
+        `turns` says who is asked first. A waiting prompt stays in the queue while another one computes its next page in
+        this step: it then finds that page in the prefix cache.
+        """
         if not (self._waiting and self._free_slots):
             return
         slots = self._runnable()
-        room = self.limits.max_batch_tokens - int((self._num_tokens[slots] - self._num_computed[slots]).sum())
-        while self._waiting and self._free_slots and room > 0:
-            entry = self._waiting[0]
-            slot = self._free_slots[-1]
-            num_computed = self._take_pages(entry, slot)
-            if num_computed is None:
-                break
-            self._waiting.popleft()
-            self._free_slots.pop()
-            self._occupy(entry, slot, num_computed)
-            room -= entry.token_ids.size - num_computed
+        pending = self._num_tokens[slots] - self._num_computed[slots]
+        reads = pending > 1
+        room = self._prompt_room(int(np.count_nonzero(~reads)), 0)
+        entries = [self._entry(slot) for slot in slots[reads].tolist()]
+        entries += self._candidates()
+        entries.sort(key=_number)
+        left, context = self._rows_left(entries)
+        computed = self._names_in_flight(slots[~reads])
+        has_rows: set[int] = set()
+        for i, is_oldest in turns(left):
+            entry = entries[i]
+            name = self._next_page(entry)
+            if entry.slot < 0 and name in computed:
+                continue
+            rows = room.take(left[i], context[i], is_oldest, i in has_rows)
+            if not rows:
+                continue
+            has_rows.add(i)
+            left[i], context[i] = left[i] - rows, context[i] + rows
+            if entry.slot < 0 and not self._let_in(entry):
+                return
+            if name is not None:
+                computed.add(name)
 
-    def _take_pages(self, entry: _Entry, slot: int) -> int | None:
+    def _candidates(self) -> Iterator[_Entry]:
+        """The oldest waiting requests, their pages looked for in the prefix cache. Costs a bounded time."""
+        size, most = self.target_pages.page_size, MOST_HASHED
+        for entry in islice(self._waiting, MOST_CANDIDATES):
+            if self._caching:
+                num_tokens = entry.token_ids.size
+                new = num_tokens // size - len(entry.hashes)
+                if new > most and most < MOST_HASHED:
+                    return
+                most -= new
+                self._extend_hashes(entry, entry.token_ids, num_tokens)
+                rest = entry.hashes[entry.num_found : (num_tokens - 1) // size]
+                entry.num_found += self.target_pages.find(rest)[0]
+            yield entry
+
+    def _rows_left(self, entries: list[_Entry]) -> tuple[list[int], list[int]]:
+        """Rows that the target has yet to compute of each context, and tokens it need not compute."""
+        size = self.target_pages.page_size
+        known = [self._num_tokens[e.slot] if e.slot >= 0 else e.token_ids.size for e in entries]
+        computed = [int(self._num_computed[e.slot]) if e.slot >= 0 else e.num_found * size for e in entries]
+        return [int(total) - done for total, done in zip(known, computed, strict=True)], computed
+
+    def _next_page(self, entry: _Entry) -> bytes | None:
+        """The name of the first full page of a prompt that is not in the prefix cache and could be."""
+        if not self._caching:
+            return None
+        if entry.slot >= 0:
+            column, end = int(self._num_published[entry.slot]), len(entry.hashes)
+        else:
+            column, end = entry.num_found, (entry.token_ids.size - 1) // self.target_pages.page_size
+        return entry.hashes[column] if column < end else None
+
+    def _names_in_flight(self, slots: IntArray) -> set[bytes | None]:
+        """The next pages of prompts whose last rows are in flight: these pages are published by the next commit."""
+        if not (self._caching and self._flights):
+            return set()
+        unpublished = slots[self._num_published[slots] < self._num_prompt[slots] // self.target_pages.page_size]
+        return {self._next_page(self._entry(slot)) for slot in unpublished.tolist()} - {None}
+
+    def _let_in(self, entry: _Entry) -> bool:
+        """Give a waiting request a slot and pages; False where they are short.
+
+        A request that overtakes the head of the queue leaves it a slot and all pages it could need.
+        """
+        head = self._waiting[0]
+        overtakes = entry is not head
+        if len(self._free_slots) <= overtakes:
+            return False
+        slot = self._free_slots[-1]
+        num_kept = self.target_pages.pages_for(head.token_ids.size) if overtakes else 0
+        num_computed = self._take_pages(entry, slot, num_kept)
+        if num_computed is None:
+            return False
+        self._waiting.remove(entry)
+        self._free_slots.pop()
+        self._occupy(entry, slot, num_computed)
+        return True
+
+    def _take_pages(self, entry: _Entry, slot: int, num_kept: int) -> int | None:
         """Pages for the whole context, as many as possible from the prefix cache.
 
-        Returns how many tokens the cached ones hold, or None where pages are short.
-
-        One page for each running request must stay available as well, or a next step would soon preempt.
+        Returns how many tokens the cached ones hold, or None where pages are short. `num_kept` pages must stay
+        available. One page for each running request must stay available as well, or a next step would soon preempt.
         """
         pool, num_tokens = self.target_pages, entry.token_ids.size
         found: list[bytes] = []
         num_idle = 0
         if self._caching:
-            self._extend_hashes(entry, entry.token_ids, num_tokens)
             matched, num_idle = pool.find(entry.hashes[: (num_tokens - 1) // pool.page_size])
             found = entry.hashes[:matched]
         missing = pool.pages_for(num_tokens) - len(found)
-        if missing + self.num_running > pool.num_available - num_idle:
+        if missing + self.num_running + num_kept > pool.num_available - num_idle:
             return None
         pool.match(slot, found)
         pool.reserve(np.array([slot]), np.array([num_tokens]))
@@ -535,7 +621,9 @@ class Scheduler:
             self._stop_ids[stop_id] = self._stop_ids.get(stop_id, 0) + 1
         if request.stop_ids:
             self._stop_array = np.array(list(self._stop_ids), dtype=np.int64)
-        self._running = np.concatenate((self._running, (slot,)))
+        self._numbers[slot] = entry.number
+        place = int(np.searchsorted(self._numbers[self._running], entry.number))
+        self._running = np.insert(self._running, place, slot)
         self._released.discard(slot)
         self._admitted.append(
             Admission(
@@ -558,9 +646,11 @@ class Scheduler:
         lead = np.zeros(slots.size, dtype=np.int64)
         chunks: Chunks | None = None
         num_decoding = int(np.count_nonzero(decoding))
+        catching_up = 0.0
         if self._speculates and num_decoding:
-            num_prefill_rows = min(int(pending.sum()), self.limits.max_batch_tokens) - num_decoding
+            num_prefill_rows = int(self._share_rows(start, pending, decoding, 0).sum()) - num_decoding
             drafting = self._plan_drafts(slots[decoding], num_prefill_rows)
+            catching_up = drafting.catching_up
             lengths[decoding], lead[decoding] = drafting.lengths, drafting.lead
             draft_rows[decoding], chunks = drafting.rows, drafting.chunks
             # it Stops; isinstance would take 14 µs
@@ -569,7 +659,8 @@ class Scheduler:
         if stopping is not None:
             stopping = stopping.spread(decoding)
         frontier = self._frontier[slots]
-        num_rows = self._share_rows(pending, decoding, frontier + (lengths if chunks is None else lead))
+        num_judged = int((frontier + (lengths if chunks is None else lead)).sum())
+        num_rows = self._share_rows(start, pending, decoding, num_judged, catching_up)
         runs = num_rows > 0
         if not runs.all():
             slots, num_tokens, start, num_rows = slots[runs], num_tokens[runs], start[runs], num_rows[runs]
@@ -599,15 +690,27 @@ class Scheduler:
         self._admitted, self._released = [], set()
         return plan
 
-    def _share_rows(self, pending: IntArray, decoding: NDArray[np.bool_], judged: IntArray) -> IntArray:
-        """Rows of each request: decoding ones their one, prefills what the budget leaves, oldest first."""
+    def _share_rows(
+        self,
+        start: IntArray,
+        pending: IntArray,
+        decoding: NDArray[np.bool_],
+        num_judged: int,
+        catching_up: float = 0.0,
+    ) -> IntArray:
+        """Rows of each request: decoding ones their one, prompts what rows and seconds are left (see `turns`)."""
         if decoding.all():
             return pending
-        room = self.limits.max_batch_tokens - int(np.count_nonzero(decoding) + judged.sum())
-        prefill = np.where(decoding, 0, pending)
-        before = prefill.cumsum() - prefill
-        rows: IntArray = decoding + np.minimum(np.maximum(room - before, 0), prefill)
+        reads = ~decoding
+        room = self._prompt_room(int(np.count_nonzero(decoding)), num_judged, catching_up)
+        rows: IntArray = decoding.astype(np.int64)
+        rows[reads] = share(room, pending[reads].tolist(), start[reads].tolist())
         return rows
+
+    def _prompt_room(self, num_decoding: int, num_judged: int, catching_up: float = 0.0) -> Room:
+        """What a step has for prompts, beside its decoding requests, their drafts and `catching_up` seconds."""
+        rows = self.limits.max_batch_tokens - num_decoding - num_judged
+        return Room(rows) if self.pace is None else self.pace.prompt_room(rows, num_decoding == 0, catching_up)
 
     def _plan_drafts(self, slots: IntArray, num_prefill_rows: int) -> _Drafting:
         """What the decoding requests draft."""
@@ -626,16 +729,16 @@ class Scheduler:
             lead = lengths = np.clip(self._max_draft[slots] - frontier, 0, np.maximum(lengths - frontier, 0))
         none = np.zeros_like(lengths)
         if not lengths.any():
-            return _Drafting(none, none, none, chunks if frontier.any() else None)
+            return _Drafting(none, none, none, 0.0, chunks if frontier.any() else None)
         # what is drafted beside the verification is verified in the next, when the frontier is gone
         others = slots.size + (int(frontier.sum()) if lead.any() else 0)
         lengths = self._fit_rows(lengths, others, num_prefill_rows)
         if lead.any():
             lengths = self._fit_target_pages(slots, np.minimum(lead, lengths), lengths)
-        rows = none
+        rows, catching_up = none, 0.0
         if self.draft_pages is not None:
-            lengths, rows = self._fit_draft(slots, lengths)
-        return _Drafting(lengths, np.minimum(lead, lengths), rows, chunks)
+            lengths, rows, catching_up = self._fit_draft(slots, lengths, num_prefill_rows > 0)
+        return _Drafting(lengths, np.minimum(lead, lengths), rows, catching_up, chunks)
 
     def _fit_frontier(self, slots: IntArray, num_prefill_rows: int) -> None:
         """Pages and rows for the drafts there are; without them these are given up, which costs no token."""
@@ -698,13 +801,17 @@ class Scheduler:
             return lengths
         return np.zeros_like(lengths)
 
-    def _fit_draft(self, slots: IntArray, lengths: IntArray) -> tuple[IntArray, IntArray]:
-        """Draft pages and catch-up rows. A request that cannot have its pages, or not catch up yet, drafts nothing."""
+    def _fit_draft(self, slots: IntArray, lengths: IntArray, beside_prompts: bool) -> tuple[IntArray, IntArray, float]:
+        """Draft pages and catch-up rows: the lengths, the draft's rows, and the seconds that catching up may take.
+
+        A request that cannot have its pages, or cannot catch up yet, drafts nothing.
+        """
         assert self.draft_pages is not None
         self._match_drafts(slots[lengths > 0])
         lag = self._num_tokens[slots] + self._frontier[slots] - self._draft_computed[slots]
-        rows = np.where(lengths > 0, lag, 0)
-        rows = self._share_catch_up(rows)
+        wanted = np.where(lengths > 0, lag, 0)
+        rows = self._share_catch_up(wanted, self._draft_computed[slots], beside_prompts)
+        is_late = rows is not wanted
         lengths = np.where(rows == lag, lengths, 0)
         # whose tokens are not settled computes all rows or none: which they are is only known later
         rows = np.where(self._unsettled[slots] & (rows < lag), 0, rows)
@@ -713,7 +820,11 @@ class Scheduler:
             self._reclaim_drafts(slots[rows == 0])
             granted = self._grant_drafts(slots, rows, needed)
             lengths, rows = np.where(granted, lengths, 0), np.where(granted, rows, 0)
-        return lengths, rows
+        catching_up = 0.0
+        if is_late and self.pace is not None:
+            work = catch_up_work(rows, self._draft_computed[slots], lengths)
+            catching_up = self.pace.catch_up.seconds(*work)
+        return lengths, rows, catching_up
 
     def _grant_drafts(self, slots: IntArray, rows: IntArray, needed: IntArray) -> NDArray[np.bool_]:
         """Draft pages for the oldest that want them; the newest give theirs up, so that somebody always gets done."""
@@ -731,14 +842,21 @@ class Scheduler:
             granted[oldest] = True
         return granted
 
-    def _share_catch_up(self, rows: IntArray) -> IntArray:
-        """Cut the draft's rows to the step's budget; those that kept up come first and wait for no long catch-up."""
-        if rows.sum() <= self.limits.max_batch_tokens:
+    def _share_catch_up(self, rows: IntArray, start: IntArray, beside_prompts: bool) -> IntArray:
+        """Cut the draft's rows to what a step has for them. The same array: all keep up, and have room.
+
+        Requests that kept up come first: they wait for no long catch-up. The others share the rest as prompts do.
+        """
+        most = self.limits.max_batch_tokens
+        if rows.sum() <= most and (self.pace is None or rows.max() <= KEPT_UP):
             return rows
-        order = np.argsort(rows, kind="stable")
-        before = np.cumsum(rows[order]) - rows[order]
-        shared = np.zeros_like(rows)
-        shared[order] = np.clip(self.limits.max_batch_tokens - before, 0, rows[order])
+        late = rows > KEPT_UP
+        shared = np.where(late, 0, rows)
+        order = np.argsort(shared, kind="stable")
+        shared[order] = np.clip(most - (np.cumsum(shared[order]) - shared[order]), 0, shared[order])
+        room = most - int(shared.sum())
+        given = Room(room) if self.pace is None else self.pace.catch_up_room(room, beside_prompts)
+        shared[late] = share(given, rows[late].tolist(), start[late].tolist())
         return shared
 
     def _match_drafts(self, slots: IntArray) -> None:
@@ -866,6 +984,10 @@ class Scheduler:
         entry = self._at[slot]
         assert entry is not None
         return entry
+
+
+def _number(entry: _Entry) -> int:
+    return entry.number
 
 
 def _without_zeros(counts: list[int]) -> tuple[int, ...]:

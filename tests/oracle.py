@@ -8,7 +8,7 @@ sampling is, so the right output of every request is known.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 import numpy as np
@@ -17,8 +17,19 @@ from faser.pages import PagePool
 from faser.policy import BatchView, Policy
 from faser.policy.overlap import Chunks, Overlap
 from faser.policy.stopping import Stopping
+from faser.prompt_pace import StepPace
 from faser.scheduler import Limits, Scheduler
-from faser.types import IntArray, PageWrites, Progress, Request, SamplingParams, Settling, StepPlan, StepResult
+from faser.types import (
+    IntArray,
+    PageWrites,
+    Progress,
+    Request,
+    SamplingParams,
+    Settling,
+    StepPlan,
+    StepResult,
+    StepSeconds,
+)
 
 VOCABULARY = 5
 SEED = 7
@@ -80,6 +91,7 @@ class OracleExecutor:
         def memory(pool: PagePool) -> _Memory:
             return _Memory(pool.num_pages, pool.page_size, limits.max_running, limits.max_model_len)
 
+        self.limits = limits
         self.target = memory(target)
         self.draft = memory(draft) if draft is not None else None
         # one more: a step planned ahead may sample behind the end of a request that then turns out to have ended
@@ -99,6 +111,8 @@ class OracleExecutor:
         plan = plan.settle(self.settling[plan.slots])
         self.target.apply(plan.target_pages)
         assert plan.num_rows.min() > 0
+        assert (plan.num_rows + plan.judged).sum() <= self.limits.max_batch_tokens, "more rows than a step may have"
+        assert plan.draft_rows.sum() <= self.limits.max_batch_tokens, "more draft rows than a step may have"
         assert not (plan.lengths[~plan.samples]).any()
         num_drafted = np.array([self._draft(plan, i) for i in range(plan.slots.size)])
         judged = plan.judged_of(num_drafted)
@@ -248,7 +262,10 @@ class World:
         caching: bool = True,
         draft_max_len: int | None = None,
         overlap: Overlap | None = None,
+        pace: StepPace | None = None,
+        seconds: Callable[[StepPlan], StepSeconds] = lambda plan: StepSeconds(),
     ) -> None:
+        self.seconds = seconds  # what a step takes, for the pace to learn from
         self.limits = Limits(max_running, max_batch_tokens, max_model_len, draft_max_len)
         self.target = PagePool(num_pages, page_size, max_running, max_model_len, caching)
         self.draft = (
@@ -257,8 +274,9 @@ class World:
             else None
         )
         self.scheduler = Scheduler(
-            self.limits, policy, self.target, self.draft, speculates=True, prefix_caching=caching, overlap=overlap
-        )
+            self.limits, policy, self.target, self.draft, speculates=True, prefix_caching=caching, overlap=overlap,
+            pace=pace,
+        )  # fmt: skip
         self.executor = OracleExecutor(self.limits, self.target, self.draft, agreement)
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, Progress] = {}
@@ -282,6 +300,9 @@ class World:
             return False
         self.plans.append(plan)
         self.receive(self.scheduler.commit(plan, self.executor.execute(plan)))
+        if self.scheduler.pace is not None:
+            spent = self.seconds(plan)
+            self.scheduler.pace.learn(plan, spent, spent.total)
         return True
 
     def drain(self, most_steps: int = 10_000) -> None:

@@ -264,17 +264,17 @@ def test_serve_takes_every_option_of_server_and_engine(served, monkeypatch, tmp_
     template.write_text("{{ messages }}")
     monkeypatch.setenv(arguments.API_KEY_VARIABLE, "from-the-environment")
     given = (
-        "--model m --draft ngram --policy fixed:2 --max-running 7 --host 0.0.0.0 --port 0 --served-model-name name "
-        "--api-key one --api-key two --open-metrics --max-waiting 9 --max-body-size 0.5 --max-prompt-tokens 11 "
-        "--cors-origin http://a --cors-origin http://b --grace 1.5 --on-engine-failure exit --log-level error "
-        "--generation-config none"
+        "--model m --draft ngram --policy fixed:2 --max-running 7 --max-step-ms 80 --host 0.0.0.0 --port 0 "
+        "--served-model-name name --api-key one --api-key two --open-metrics --max-waiting 9 --max-body-size 0.5 "
+        "--max-prompt-tokens 11 --cors-origin http://a --cors-origin http://b --grace 1.5 --on-engine-failure exit "
+        "--log-level error --generation-config none"
     )
     main(["serve", *given.split(), "--chat-template", str(template)])
     assert served == [
         ServerOptions(
             model="m",
             draft="ngram",
-            engine=EngineOptions(policy="fixed:2", max_running=7),
+            engine=EngineOptions(policy="fixed:2", max_running=7, max_step_ms=80.0),
             host="0.0.0.0",
             port=0,
             served_model_name="name",

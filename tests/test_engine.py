@@ -1,12 +1,11 @@
 """Planning ahead of results: the same tokens as planning behind them, whatever happens in between.
 
-The executor here runs every plan the moment it is submitted, in order, as a GPU stream does, and hands the results out
-when they are collected. It is the oracle, so a page that was freed, shared or written too early shows at once.
+The executor is the oracle (tests/ahead.py), so a page that was freed, shared or written too early shows at once.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -18,49 +17,10 @@ from faser.engine import AsyncExecutor, Engine
 from faser.pages import page_hash
 from faser.policy import BatchView, Fixed
 from faser.policy.overlap import Overlap
-from faser.types import FinishReason, IntArray, Settling, StepPlan, StepResult
+from faser.prompt_pace import CPU, StepPace
+from faser.types import FinishReason, IntArray, Settling, StepPlan
+from tests.ahead import Ahead
 from tests.oracle import SEED, VOCABULARY, RandomLengths, SometimesOverlap, World, expected_output, make_request
-
-
-class Ahead:
-    """The oracle as an asynchronous executor."""
-
-    def __init__(self, inner) -> None:
-        self.inner = inner
-        self.results: deque[StepResult] = deque()
-        self.plans: deque[StepPlan] = deque()  # in flight
-        self.most = 0
-        self.seen: list[tuple[StepPlan, StepResult]] = []
-        self.went_on = 0  # plans in flight when it last did
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        raise AssertionError("an asynchronous executor is not asked to execute")
-
-    def submit(self, plan: StepPlan) -> None:
-        for other in self.plans:
-            slots = set(other.slots.tolist())
-            assert slots.isdisjoint(new.slot for new in plan.admitted), "a slot in flight was given to somebody else"
-        self.plans.append(plan)
-        self.results.append(self.inner.execute(plan))
-        self.seen.append((plan, self.results[-1]))
-        self.most = max(self.most, len(self.results))
-
-    def collect(self) -> StepResult:
-        self.plans.popleft()
-        return self.results.popleft()
-
-    def go_on(self) -> None:
-        self.went_on = len(self.results)
-
-    def may_run_ahead(self, plan: StepPlan) -> bool:
-        assert self.went_on == len(self.results), "the device may be waiting for the host to go on"
-        return True
-
-    def discard(self) -> None:
-        self.results.clear()
-        self.plans.clear()
-
-    def close(self) -> None: ...
 
 
 class Sometimes:
@@ -129,6 +89,20 @@ def test_a_plan_ahead_counts_on_all_drafts_and_is_settled_by_the_step_before_it(
     accepted = 2 if agreement else 0
     assert result.num_accepted.tolist() == after.num_accepted.tolist() == [accepted]
     assert scheduler.plan().num_tokens.tolist() == (plan.num_tokens + 2 * (accepted + 1)).tolist()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_pace_learns_the_seconds_between_the_ends_of_steps(ahead):
+    """The clock moves by one second each time it is read: twice for a plan, once when a step has ended."""
+    world = World(Fixed(0), pace=StepPace(0.3, CPU))
+    ticks = itertools.count()
+    executor = Ahead(world.executor) if ahead else world.executor
+    engine = Engine(world.scheduler, executor, clock=lambda: float(next(ticks)))
+    world.add(make_request("a", [1] * 10, 20))
+    drain(engine, world)
+    pace = world.scheduler.pace.prompts
+    assert pace.per_row == pytest.approx((4 if ahead else 2) / 10, rel=0.01), "ahead, it ends behind a second plan"
+    assert pace.base == pytest.approx(3 if ahead else 2, rel=0.1)
 
 
 def test_a_request_that_may_have_ended_goes_on_until_that_is_known():

@@ -149,6 +149,15 @@ def test_speculation_in_a_mixed_batch_gives_the_tokens_of_plain_decoding(pair, p
 
 
 @pytest.mark.parametrize("draft_kind", ["model", "ngram"])
+def test_a_bound_that_no_step_can_keep_changes_no_token(pair, draft_kind):
+    target, draft, requests, right = pair
+    arrivals = {request.id: number for number, request in enumerate(requests)}
+    engine = make_engine(target, draft if draft_kind == "model" else "ngram", RandomLengths(seed=3), max_step_ms=0.001)
+    assert_equal(serve(engine, requests, arrivals), right)
+    assert engine.scheduler.pace.prompts.per_row > 0, "it learned"
+
+
+@pytest.mark.parametrize("draft_kind", ["model", "ngram"])
 def test_staggered_arrivals_and_chunked_prefill_change_nothing(pair, draft_kind):
     target, draft, requests, right = pair
     arrivals = {request.id: 2 * number for number, request in enumerate(requests)}

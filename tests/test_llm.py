@@ -156,6 +156,9 @@ def test_text_and_stop_strings_need_a_tokenizer():
         ({"dtype": "bfloat16"}, "in memory is torch.float32"),
         ({"max_running": 0}, "max_running=0"),
         ({"max_running": 9, "max_batch_tokens": 8}, "exceeds max_batch_tokens"),
+        ({"max_step_ms": -1}, "max_step_ms=-1: expected milliseconds above 0, or 0"),
+        ({"max_step_ms": float("nan")}, "max_step_ms=nan"),
+        ({"max_step_ms": "50"}, "max_step_ms='50'"),
         ({"max_model_len": 4096}, "the model knows 128"),
         ({"kv_memory": 10}, r"holds 0 tokens, too few for a request of 128; give at least 0\.001 GiB"),
         ({"kv_memory": 10, "max_model_len": 20}, "holds 0 tokens, too few for a request of 32"),
@@ -166,6 +169,13 @@ def test_text_and_stop_strings_need_a_tokenizer():
 def test_a_bad_option_is_refused_by_name(options, says):
     with pytest.raises(ConfigError, match=says):
         LLM(make_model(), **options)
+
+
+@pytest.mark.parametrize(("given", "seconds"), [({}, 0.3), ({"max_step_ms": 80}, 0.08), ({"max_step_ms": 0}, None)])
+def test_a_step_on_a_cpu_is_bounded_by_300_ms_unless_the_user_says_otherwise(given, seconds):
+    with LLM(make_model(), device="cpu", **given) as llm:
+        pace = llm.engine.scheduler.pace
+        assert (None if pace is None else pace.max_seconds) == seconds
 
 
 def test_an_unknown_option_is_not_ignored():

@@ -4,13 +4,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from faser.engine import Engine
 from faser.errors import EngineError, InvalidRequest, RequestTooLong
 from faser.policy import Fixed
-from faser.types import FinishReason
+from faser.prompt_pace import KEPT_UP, Pacing, StepPace, pairs_of
+from faser.scheduler import MOST_CANDIDATES, MOST_HASHED
+from faser.types import FinishReason, StepPlan, StepSeconds
+from tests.ahead import Ahead
 from tests.oracle import SEED, RandomLengths, SometimesOverlap, World, expected_output, make_request
 
 
@@ -404,6 +408,260 @@ def test_a_stop_id_cuts_what_the_step_brought_behind_it():
         assert world.finished["a"].finish.stop_id == stop
 
 
+# ── prompts share a step ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def seconds_of(plan: StepPlan) -> StepSeconds:
+    """A step takes 10 ms, a prompt row 1 ms and 4 µs for each token before it; a draft's row a tenth of that."""
+    reads = (plan.num_rows > 1) | ~plan.samples
+    verify = 0.010 + price(plan.num_rows[reads], plan.start[reads])
+    return StepSeconds(0.1 * price(plan.draft_rows, plan.draft_start), verify)
+
+
+def price(rows, start) -> float:
+    return float((0.001 * rows + 0.000004 * pairs_of(rows, start)).sum())
+
+
+def make_paced(policy=None, *, bound=0.05, least=2, first=8, **sizes) -> World:
+    sizes = {"max_batch_tokens": 256, "max_model_len": 512, "num_pages": 512, "num_draft_pages": 512, **sizes}
+    pace = StepPace(bound, Pacing(1e3 * bound, first, least))
+    return World(policy or Fixed(0), pace=pace, seconds=seconds_of, **sizes)
+
+
+def test_a_stream_beside_a_long_prompt_has_no_step_far_above_the_bound():
+    world = make_paced(caching=False)
+    world.add(make_request("stream", [1], 200))
+    for _ in range(5):
+        world.step()
+    world.add(make_request("long", [2] * 400, 5))
+    while not world.tokens["long"]:
+        world.step()
+    reading = [plan for plan in world.plans if plan.slots.size == 2]
+    taken = [seconds_of(plan).total for plan in reading]
+    assert max(taken) < 1.3 * 0.05
+    assert max(taken) > 0.8 * 0.05, "the bound is used"
+    assert all(plan.samples[0] for plan in reading), "the stream is part of every step"
+    rows = [int(plan.num_rows[1]) for plan in reading]
+    assert rows[0] == 8
+    assert all(after <= 2 * max(rows[: i + 1]) for i, after in enumerate(rows[1:]))
+    assert rows[-2] < 0.7 * max(rows), "a row costs more behind a long context"
+
+
+def test_without_a_bound_a_prompt_takes_all_rows_of_a_step():
+    world = World(Fixed(0), max_batch_tokens=256, max_model_len=512, num_pages=512)
+    world.add(make_request("long", [2] * 400, 5))
+    world.step()
+    assert world.plans[-1].num_rows.tolist() == [256]
+
+
+def test_a_short_prompt_overtakes_a_long_one_that_goes_on():
+    world = World(Fixed(0), max_batch_tokens=16, max_model_len=256, num_pages=256, caching=False)
+    long, short = make_request("long", [1] * 200, 4), make_request("short", [2] * 20, 4)
+    world.add(long)
+    for _ in range(3):
+        world.step()
+    world.add(short)
+    for _ in range(2):
+        world.step()
+    assert [plan.num_rows.tolist() for plan in world.plans[-2:]] == [[4, 12], [8, 8]]
+    assert len(world.tokens["short"]) == 1
+    assert not world.tokens["long"]
+    world.drain()
+    assert_exact(world, long, short)
+
+
+def test_a_short_prompt_that_waits_is_admitted_beside_a_long_one_and_a_longer_one_is_not():
+    world = World(Fixed(0), max_batch_tokens=16, max_model_len=256, num_pages=256, caching=False)
+    for name, size in (("long", 200), ("longer", 220), ("short", 8)):
+        world.add(make_request(name, [1] * size, 4))
+    world.step()
+    assert [admission.token_ids.size for admission in world.plans[-1].admitted] == [200, 8]
+    assert world.scheduler.num_waiting == 1
+    world.drain()
+    assert list(world.finished) == ["short", "long", "longer"]
+
+
+def test_what_overtakes_leaves_pages_for_the_head_of_the_queue():
+    """Of 17 pages the first holds 5 and the one with the fewest rows 2; each has one in reserve; the head needs 8."""
+    world = World(Fixed(0), num_pages=17, max_running=6, max_batch_tokens=8, caching=False)
+    for name, size, max_tokens in (("first", 20, 2), ("head", 30, 2), ("short", 8, 2), ("shorter", 6, 20)):
+        world.add(make_request(name, [1] * size, max_tokens))
+    world.drain()
+    admitted = [[a.token_ids.size for a in plan.admitted] for plan in world.plans if plan.admitted]
+    assert admitted == [[20, 6], [30, 8]], "two pages for a third would be those of the head"
+
+
+def test_what_overtakes_leaves_a_slot_for_the_head_of_the_queue():
+    world = World(Fixed(0), max_running=3, max_batch_tokens=8, max_model_len=128, num_pages=128, caching=False)
+    for name, size in (("first", 100), ("head", 110), ("a", 2), ("b", 2)):
+        world.add(make_request(name, [1] * size, 2))
+    world.step()
+    assert [a.token_ids.size for a in world.plans[-1].admitted] == [100, 2]
+    world.step()
+    assert not world.plans[-1].admitted, "the third slot is kept for the head"
+
+
+def test_a_head_that_lacks_pages_lets_nobody_pass():
+    world = World(Fixed(0), num_pages=16, max_batch_tokens=16, caching=False)
+    world.add(make_request("holds", [1] * 40, 10))
+    for _ in range(4):
+        world.step()
+    world.add(make_request("head", [1] * 30, 2))
+    world.add(make_request("short", [1] * 2, 2))
+    world.step()
+    assert world.scheduler.num_waiting == 2
+    world.drain()
+    assert list(world.finished) == ["holds", "short", "head"], "admitted together, once there are pages"
+
+
+@pytest.mark.parametrize(("num_pages", "fits"), [(4, False), (5, True)])
+def test_an_admission_leaves_a_page_for_each_running_request(num_pages, fits):
+    """The running request holds two pages and has one in reserve, the waiting one needs two."""
+    world = World(Fixed(0), num_pages=num_pages, max_batch_tokens=64, caching=False)
+    world.add(make_request("runs", [1] * 4, 8))
+    world.step()
+    world.add(make_request("waits", [1] * 8, 4))
+    world.step()
+    assert world.scheduler.num_waiting == (not fits)
+    world.drain()
+
+
+def test_the_newest_request_is_preempted_though_it_was_admitted_before_an_older_one():
+    world = World(Fixed(0), num_pages=14, max_running=4, max_batch_tokens=8, caching=False)
+    for name, size in (("first", 12), ("older", 14), ("newer", 2)):
+        world.add(make_request(name, [1] * size, 16))
+    admitted = []
+    while world.scheduler.num_preemptions == 0:
+        world.step()
+        admitted += [a.token_ids.size for a in world.plans[-1].admitted]
+    assert admitted == [12, 2, 14]
+    assert [entry.request.id for entry in world.scheduler._waiting] == ["newer"]
+    world.drain()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_equal_prompts_that_arrive_together_are_computed_once(ahead):
+    world = World(Fixed(0), max_running=8, max_batch_tokens=64, num_pages=256, max_model_len=128)
+    engine = Engine(world.scheduler, Ahead(world.executor)) if ahead else None
+    requests = [make_request(str(i), [1, 2, 0, 1] * 10, 3) for i in range(8)]
+    for request in requests:
+        world.add(request)
+    if engine is not None:
+        while engine.has_work:
+            world.receive(engine.step())
+        rows = engine.stats.context_rows
+    else:
+        world.drain()
+        rows = sum(int(plan.num_rows.sum()) for plan in world.plans)
+    assert_exact(world, *requests)
+    assert rows == 40 + 7 * 4 + 8 * 2, "one prompt, of the others the last page, and a row for each further token"
+
+
+def test_a_prompt_waits_for_pages_only_while_somebody_computes_them():
+    """'long' computes their common beginning; when it has passed it, 'short' is admitted with all of it."""
+    world = World(Fixed(0), max_batch_tokens=8, max_model_len=256, num_pages=256)
+    common = [1, 2, 0, 1] * 6
+    world.add(make_request("long", common + [1] * 150, 2))
+    world.add(make_request("short", common + [2] * 6, 2))
+    for _ in range(4):
+        world.step()
+    admissions = {a.token_ids.size: (i, p) for i, p in enumerate(world.plans) for a in p.admitted}
+    step, plan = admissions[30]
+    assert step == 3
+    assert plan.start.tolist() == [24, 24]
+    world.drain()
+
+
+def test_a_prompt_in_the_cache_counts_by_the_rows_it_has_left():
+    world = World(Fixed(0), max_batch_tokens=8, max_model_len=256, num_pages=256)
+    turn = [1, 2, 0, 1] * 20
+    world.add(make_request("turn", turn, 2))
+    world.drain()
+    world.add(make_request("long", [2] * 60, 2))
+    world.add(make_request("next turn", [*turn, 2, 2], 2))
+    world.step()
+    assert world.plans[-1].start.tolist() == [0, 80]
+
+
+def test_a_plan_looks_at_a_bounded_number_of_waiting_requests():
+    world = World(Fixed(0), max_batch_tokens=8, max_running=4, max_model_len=8192, num_pages=8192)
+    looked, hashed = [], []
+    find, extend = world.target.find, world.scheduler._extend_hashes
+    world.target.find = lambda hashes: looked.append(1) or find(hashes)
+    world.scheduler._extend_hashes = lambda entry, *rest: (
+        hashed.append(-len(entry.hashes))
+        or (
+            extend(entry, *rest),
+            hashed.append(len(entry.hashes)),
+        )
+    )
+    for i in range(600):
+        world.add(make_request(str(i), [i % 5, 1, 2] * 100, 2))
+    for _ in range(3):
+        looked.clear()
+        hashed.clear()
+        world.scheduler.plan()
+        assert 0 < len(looked) <= MOST_CANDIDATES + world.limits.max_running
+        assert sum(hashed) <= MOST_HASHED
+        world.scheduler._flights.clear()
+
+
+def test_a_prompt_with_more_pages_than_a_plan_gives_names_is_admitted_all_the_same():
+    world = World(Fixed(0), max_batch_tokens=8, max_model_len=8192, num_pages=8192)
+    for name in "ab":
+        world.add(make_request(name, [1] * 4 * (MOST_HASHED + 10), 2))
+    world.scheduler.plan()
+    assert (world.scheduler.num_running, world.scheduler.num_waiting) == (1, 1)
+
+
+def test_a_long_catch_up_is_cut_to_the_bound_while_a_stream_goes_on():
+    world = make_paced(OnOff(1), bound=0.02, num_draft_pages=512, caching=False)
+    stream, long = make_request("stream", [1], 120), make_request("long", [2] * 300, 60)
+    world.add(stream)
+    for _ in range(3):
+        world.step()
+    world.add(long)
+    world.drain()
+    assert_exact(world, stream, long)
+    late = [seconds_of(plan).draft for plan in world.plans if (plan.draft_rows > KEPT_UP).any()]
+    assert len(late) >= 4
+    assert max(late) < 0.015
+    assert sum(late) > 0.03, "more than two steps have room for"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=8),
+    every=st.integers(1, 4),
+    num_pages=st.integers(26, 60),
+    max_running=st.integers(2, 5),
+    spare_rows=st.integers(0, 10),
+    bound=st.sampled_from([None, 0.011, 0.03]),
+    caching=st.booleans(),
+)
+def test_no_request_starves_while_short_ones_keep_coming(
+    sizes, every, num_pages, max_running, spare_rows, bound, caching
+):
+    """Short prompts arrive as long as a request of before is open; all of these end all the same."""
+    sizes_of = {
+        "max_running": max_running, "max_batch_tokens": max_running + spare_rows, "max_model_len": 64,
+        "num_pages": num_pages, "num_draft_pages": 26, "caching": caching,
+    }  # fmt: skip
+    world = World(Fixed(0), **sizes_of) if bound is None else make_paced(bound=bound, least=1, first=2, **sizes_of)
+    requests = [make_request(str(i), [i % 3] * size, 1 + size % 7) for i, size in enumerate(sizes)]
+    for request in requests:
+        world.add(request)
+    step = 0
+    while not all(request.id in world.finished for request in requests):
+        if step % every == 0 and world.scheduler.num_waiting < 20:
+            world.add(make_request(f"short {step}", [4] * (1 + step % 3), 2))
+        world.step()
+        world.scheduler.check()
+        step += 1
+        assert step < 3000, "somebody starves"
+    assert_exact(world, *requests)
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """After any sequence of add, plan, commit, cancel and preemption the pools are conserved; draining empties them."""
 
@@ -416,8 +674,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         seed=st.integers(0, 99),
         overlaps=st.booleans(),
+        bound=st.sampled_from([None, 0.011, 0.03]),
     )
-    def start(self, num_pages, num_draft_pages, max_running, spare_rows, agreement, caching, seed, overlaps) -> None:
+    def start(
+        self, num_pages, num_draft_pages, max_running, spare_rows, agreement, caching, seed, overlaps, bound
+    ) -> None:
         self.world = World(
             RandomLengths(5, seed),
             num_pages=num_pages,
@@ -428,6 +689,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             agreement=agreement,
             caching=caching,
             overlap=SometimesOverlap(seed) if overlaps else None,
+            pace=None if bound is None else StepPace(bound, Pacing(1e3 * bound, 4, 1)),
+            seconds=seconds_of,
         )
         self.requests = {}
         self.cancelled = set()

@@ -28,6 +28,7 @@ from faser.policy.early_exit import EarlyExit, candidates_of, layers_at
 from faser.policy.overlap import Overlap, worthwhile
 from faser.profile import Profile, ProfiledCost
 from faser.progress import progress_bar
+from faser.prompt_pace import StepPace
 from faser.runtime import saved_profiles
 from faser.runtime.assumed import assumed_profile
 from faser.runtime.device import Device, Parts, make_device
@@ -162,6 +163,7 @@ def build_engine(
         prefix_caching=options.prefix_caching,
         cost=cost,
         overlap=_make_overlap(made, options, cost),
+        pace=_make_pace(made.device, options),
     )
     engine = partial(Engine, scheduler, made.executor, cost=cost)
     if cost is not None and cost.profile.kind == "quick":
@@ -174,6 +176,12 @@ def build_engine(
     known = _about(made), [made.target, *([made.draft_model] if made.draft_model is not None else [])]
     saved_profiles.restore_exits(exits, *known)
     return engine(exits=exits, on_close=partial(saved_profiles.keep_exits, exits, *known))
+
+
+def _make_pace(device: Device, options: EngineOptions) -> StepPace | None:
+    """None where the seconds of a step are not bounded."""
+    bound = device.pacing.max_step_ms if options.max_step_ms is None else options.max_step_ms
+    return StepPace(bound / 1e3, device.pacing) if bound else None
 
 
 def _make_overlap(made: _Made, options: EngineOptions, cost: ProfiledCost | None) -> Overlap | None:

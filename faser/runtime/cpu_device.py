@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from faser import prompt_pace
 from faser.errors import ConfigError
 from faser.models.transformer import Transformer
 from faser.policy.early_exit import DEPTHS
@@ -24,6 +25,7 @@ class CpuDevice:
     name = "cpu"
     max_running = 64
     max_batch_tokens = 1024
+    pacing = prompt_pace.CPU
     # Cores are slow and beyond some dozen rows linear: little is measured, and what lies beyond follows from it.
     exit_depths = DEPTHS
     splits = (0,)

@@ -12,6 +12,7 @@ from faser.config import DEVICES
 from faser.engine import Executor
 from faser.errors import ConfigError
 from faser.models.transformer import Transformer
+from faser.prompt_pace import Pacing
 from faser.runtime.sampling import Sampler
 from faser.scheduler import Limits
 
@@ -83,6 +84,11 @@ class Device(Protocol):
     @property
     def max_batch_tokens(self) -> int:
         """Rows in one step, likewise."""
+        ...
+
+    @property
+    def pacing(self) -> Pacing:
+        """How long a step may take, and how many prompt rows to begin with."""
         ...
 
     @property

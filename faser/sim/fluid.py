@@ -15,6 +15,7 @@ from math import inf
 from faser.bench.play import Update, never, no_update, seconds_of
 from faser.bench.records import Item, Record, Run, Workload
 from faser.errors import RequestTooLong
+from faser.prompt_pace import ALONE, GPU
 from faser.sim.cluster import Router, per_gpu
 from faser.sim.pace import Pace
 from faser.sim.replica import Machine
@@ -57,6 +58,7 @@ class _Replica:
         self._requests = requests
         self._max_running = machine.max_running
         self._max_rows = machine.max_batch_tokens
+        self._max_seconds = machine.max_step_ms / 1e3 or inf
         self._free_tokens = machine.num_pages * machine.page_size
         self._planned = 1 if machine.runs_ahead else 0  # steps that are settled when one ends
         self._tables = tables
@@ -121,6 +123,7 @@ class _Replica:
         """What comes next: a step with prompts if there are any, else decoding until somebody ends or can be read."""
         size, tables = len(self._decoding), self._tables
         room = int(self._max_rows - size * tables.prompt_width[size])
+        room = min(room, self._fitting_rows(size))
         self._admit(room - sum(rest for _, rest in self._reading))
         if self._reading:
             rows = self._take_rows(max(room, 1))
@@ -135,6 +138,12 @@ class _Replica:
         ends = self._time + (self._decoding[0][0] - self._given) / tables.rate[size] if size else inf
         ready = self._waiting[0][0] if self._waiting else inf
         self.next_event = min(ends, ready if ready > self._time else inf)
+
+    def _fitting_rows(self, size: int) -> int:
+        """Prompt rows that fit into the bound of a step, beside `size` requests that decode."""
+        seconds = self._max_seconds * (1.0 if size else ALONE) - self._tables.prompt_step[size] - self._owed
+        row = self._tables.prompt_row[size]
+        return self._max_rows if seconds == inf or not row else max(GPU.least_rows, int(seconds / row))
 
     def _hold(self, seconds: float, gain: float) -> None:
         """Everybody waits so long, and then has so many tokens more."""

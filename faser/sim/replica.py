@@ -6,6 +6,7 @@ Knows how the parts are put together. What is asked of it comes as a `Machine`, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from faser.engine import Engine
 from faser.errors import ConfigError, RequestTooLong
@@ -13,6 +14,7 @@ from faser.pages import PagePool
 from faser.policy import Policy, make_policy
 from faser.policy.overlap import Overlap
 from faser.profile import Profile, ProfiledCost
+from faser.prompt_pace import GPU, StepPace
 from faser.scheduler import Limits
 from faser.sim.clock import VirtualTime
 from faser.sim.executor import Noise, SimExecutor, Watch, no_noise
@@ -28,6 +30,7 @@ class Machine:
     profile: Profile
     max_running: int = 256
     max_batch_tokens: int = 4096
+    max_step_ms: float = 0.0  # a step takes no more prompt rows than fit; 0: no bound
     max_model_len: int = 4096
     kv_tokens: int | None = None  # of each pool; None: as many as can ever be asked for
     page_size: int = 16
@@ -45,6 +48,8 @@ class Machine:
                 f"--max-running {self.max_running} exceeds --max-batch-tokens {self.max_batch_tokens}: every running "
                 "request needs a row; raise the second or lower the first"
             )
+        if not 0 <= self.max_step_ms < inf:
+            raise ConfigError(f"--max-step-ms {self.max_step_ms:g}: expected milliseconds above 0, or 0 for no bound")
         if not 0 <= self.noise < 1:
             raise ConfigError(f"--noise {self.noise:g}: expected a share, from 0 to below 1")
 
@@ -113,6 +118,7 @@ def make_replica(machine: Machine, policy: str, oracle: Oracle, seed: int = 0, w
         prefix_caching=False,
         cost=cost if goes_by_cost else None,
         overlap=None if machine.overlap == "off" else Overlap(machine.overlap, guessing=(0,)),
+        pace=StepPace(machine.max_step_ms / 1e3, GPU) if machine.max_step_ms else None,
     )
     return Replica(Engine(scheduler, executor, time.now, cost), time)
 

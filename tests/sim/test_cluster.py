@@ -104,7 +104,7 @@ def test_the_pace_of_a_machine_is_what_its_profile_says(measured):
         assert pace.gain.tolist() == [1.0] * 17
         assert pace.prompt_row[0] == pytest.approx(0.002, rel=0.1)
     else:
-        assert pace.gain[8] == pytest.approx(1 + 0.75 + 0.75**2, rel=0.1)
+        assert pace.gain[8] == pytest.approx(1 + 0.75 + 0.75**2, rel=0.12)
         assert pace.prompt_width[8] == pytest.approx(3, abs=0.4)
 
 

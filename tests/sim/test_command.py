@@ -56,7 +56,7 @@ def test_the_summary_is_that_of_a_run_through_the_engine(capsys):
     )
     workload = make_workload(options, Load(), Vocabulary(1, 4096, None, is_blank=True))
     oracle = Replay.shipped().oracle([item.category for item in workload.items], 0)
-    machine = Machine(profile=load_profile("h200-8b-1b"), kv_tokens=790_000)
+    machine = Machine(profile=load_profile("h200-8b-1b"), kv_tokens=790_000, max_step_ms=50.0)
     replica = make_replica(machine, "fixed:2", oracle)
     run = play(replica.engine, workload, "fixed:2", clock=replica.time.clock)
     made = run_document(run, policy="fixed:2", load=Load(), repeat=0, slo=Slo({"ttft": 0.1}))
@@ -155,6 +155,7 @@ def test_neither_torch_nor_a_tokenizer_is_needed():
         (["--max-running", "0"], "--max-running 0: expected"),
         (["--max-running", "64", "--max-batch-tokens", "32"], "--max-running 64 exceeds --max-batch-tokens 32"),
         (["--kv-tokens", "0"], "--kv-tokens 0: expected"),
+        (["--max-step-ms", "-1"], "--max-step-ms -1: expected milliseconds"),
         (["--page-size", "-1"], "--page-size -1: expected"),
         (["--noise", "2"], "--noise 2: expected a share"),
         (["--replicas", "100", "--concurrency", "8"], "step by step, with 16 --replicas at most"),

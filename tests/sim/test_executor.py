@@ -18,7 +18,8 @@ from faser.scheduler import Scheduler
 from faser.sim.clock import VirtualTime
 from faser.sim.executor import Noise, SimExecutor
 from faser.sim.oracle import Draw, Replay
-from faser.sim.replica import make_replica
+from faser.sim.replica import Machine, make_replica
+from faser.sim.systems import load_profile
 from faser.types import Request, SamplingParams
 from tests.sim.toy import PROFILE, TOY, Known, make_workload, simulate
 
@@ -322,3 +323,23 @@ def test_noise_is_around_one_and_of_its_seed():
     assert drawn[0] != other()
     assert np.mean(drawn) == pytest.approx(1, abs=0.01)
     assert np.std(drawn) == pytest.approx(0.1, rel=0.1)
+
+
+def test_a_bound_on_steps_keeps_them_short_beside_a_long_prompt_and_is_the_same_every_time():
+    workload = Workload((one(output=400), one(arrival=0.1, prompt=3500), one(arrival=0.12, prompt=20)))
+
+    def play_bounded(bound):
+        steps = []
+        machine = Machine(profile=load_profile("h200-8b-1b"), max_step_ms=bound)
+        replica = make_replica(
+            machine, "off", Known([1]), watch=lambda plan, result: steps.append(result.seconds.total)
+        )
+        return play(replica.engine, workload, "off", clock=replica.time.clock), steps
+
+    free, unbounded = play_bounded(0.0)
+    bounded, steps = play_bounded(40.0)
+    assert max(unbounded) > 0.07
+    assert max(steps) < 1.2 * 0.04
+    assert bounded.records[2].first < free.records[2].first - 0.02, "the short prompt does not wait for the long one"
+    again, same = play_bounded(40.0)
+    assert (again.records, same) == (bounded.records, steps)

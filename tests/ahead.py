@@ -1,0 +1,51 @@
+"""The oracle as an asynchronous executor: it runs each plan when it is submitted, in order, as a GPU stream does.
+
+Results are handed out when they are collected.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from faser.types import StepPlan, StepResult
+
+
+class Ahead:
+    """Wraps an `OracleExecutor`."""
+
+    def __init__(self, inner) -> None:
+        self.inner = inner
+        self.results: deque[StepResult] = deque()
+        self.plans: deque[StepPlan] = deque()  # in flight
+        self.most = 0
+        self.seen: list[tuple[StepPlan, StepResult]] = []
+        self.went_on = 0  # plans in flight when it last did
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        raise AssertionError("an asynchronous executor is not asked to execute")
+
+    def submit(self, plan: StepPlan) -> None:
+        for other in self.plans:
+            slots = set(other.slots.tolist())
+            assert slots.isdisjoint(new.slot for new in plan.admitted), "a slot in flight was given to somebody else"
+        self.plans.append(plan)
+        self.results.append(self.inner.execute(plan))
+        self.seen.append((plan, self.results[-1]))
+        self.most = max(self.most, len(self.results))
+
+    def collect(self) -> StepResult:
+        self.plans.popleft()
+        return self.results.popleft()
+
+    def go_on(self) -> None:
+        self.went_on = len(self.results)
+
+    def may_run_ahead(self, plan: StepPlan) -> bool:
+        assert self.went_on == len(self.results), "the device may be waiting for the host to go on"
+        return True
+
+    def discard(self) -> None:
+        self.results.clear()
+        self.plans.clear()
+
+    def close(self) -> None: ...
