@@ -26,6 +26,8 @@ ALONE = 2.0  # times the bound: where nobody decodes, nobody stalls, and larger 
 CATCH_UP_SHARE = 0.5  # of the seconds to spare, for a draft that catches up while prompts wait
 KEPT_UP = 16  # draft rows of a request that still count as kept up: they cost about as much as one
 
+MIN_FILLED = 512  # rows of a step from which its seconds grow with every row
+
 _EQUAL_CONTEXT = 4096.0  # first guess: a context of this many tokens doubles what a row costs
 _MOST_ERROR = log(2.0)  # of one step: an outlier counts as at most twice, or half, of what was expected
 _BASE_GAIN = 0.25  # how much of an error of the base one step corrects
@@ -44,6 +46,7 @@ class Pacing:
     max_step_ms: float  # the default of --max-step-ms
     first_rows: int  # prompt rows of a step before anything is known
     least_rows: int  # prompt rows that the oldest prompt gets in any step
+    row_sizes: tuple[int, ...] = ()  # rows that steps with prompts are rounded up to, ascending; none: no rounding
 
 
 CPU = Pacing(max_step_ms=300.0, first_rows=32, least_rows=8)
@@ -117,6 +120,23 @@ def share(room: Room, left: Sequence[int], context: Sequence[int]) -> list[int]:
     return rows
 
 
+def fill_size(rows: list[int], left: Sequence[int], num_others: int, sizes: Sequence[int]) -> list[int]:
+    """Cut the largest chunk so that the step fills the size it runs as: rows beyond a size are paid up to the next.
+
+    `left` has the rows each prompt needs, `num_others` are rows of the step that belong to no prompt. A chunk that
+    completes its prompt is not cut, nor is a step of few rows, whose seconds hardly depend on them.
+    """
+    total = num_others + sum(rows)
+    below = [size for size in sizes if MIN_FILLED <= size <= total]
+    if not below or total > sizes[-1]:
+        return rows
+    excess = total - below[-1]
+    largest = max(range(len(rows)), key=rows.__getitem__)
+    if rows[largest] == left[largest] or rows[largest] <= 2 * excess:
+        return rows
+    return [each - excess if i == largest else each for i, each in enumerate(rows)]
+
+
 class Pace:
     """Learns what prompt rows cost from the steps that ran.
 
@@ -184,6 +204,7 @@ class StepPace:
         self.max_seconds = max_seconds
         self.prompts = Pace(pacing.first_rows)
         self.catch_up = Pace(pacing.first_rows)
+        self.row_sizes = pacing.row_sizes
         self._least_rows = pacing.least_rows
 
     def learn(self, plan: StepPlan, spent: StepSeconds, seconds: float) -> None:

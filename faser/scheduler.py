@@ -41,7 +41,7 @@ from faser.policy import MAX_LENGTH, BatchView, Policy
 from faser.policy.overlap import Chunks, Overlap
 from faser.policy.stopping import Stopping
 from faser.profile import Cost
-from faser.prompt_pace import KEPT_UP, Room, StepPace, catch_up_work, share, turns
+from faser.prompt_pace import KEPT_UP, Room, StepPace, catch_up_work, fill_size, share, turns
 from faser.types import (
     NONE,
     Admission,
@@ -704,7 +704,11 @@ class Scheduler:
         reads = ~decoding
         room = self._prompt_room(int(np.count_nonzero(decoding)), num_judged, catching_up)
         rows: IntArray = decoding.astype(np.int64)
-        rows[reads] = share(room, pending[reads].tolist(), start[reads].tolist())
+        left = pending[reads].tolist()
+        shared = share(room, left, start[reads].tolist())
+        if self.pace is not None and self.pace.row_sizes:
+            shared = fill_size(shared, left, int(rows.sum()) + num_judged, self.pace.row_sizes)
+        rows[reads] = shared
         return rows
 
     def _prompt_room(self, num_decoding: int, num_judged: int, catching_up: float = 0.0) -> Room:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from faser.prompt_pace import CPU, OLDEST_SHARE, Pace, Room, StepPace, pairs_of, share, turns
+from faser.prompt_pace import CPU, OLDEST_SHARE, Pace, Room, StepPace, fill_size, pairs_of, share, turns
 
 BOUND = 0.3
 
@@ -215,3 +215,20 @@ def test_nobody_starves_however_many_short_prompts_keep_coming(arriving, rows, l
         for i, got in zip(unread, given_rows, strict=True):
             left[i] -= got
         assert all(step < limit for rest, limit in zip(left, limits, strict=True) if rest)
+
+
+@pytest.mark.parametrize(
+    ("rows", "left", "others", "filled"),
+    [
+        ([1000], [9000], 30, [994]),  # 1,030 rows would run as 1,152: 1,024 are filled
+        ([200, 800], [200, 9000], 24, [200, 800]),  # 1,024 as it is
+        ([200, 830], [200, 9000], 24, [200, 800]),  # a chunk that completes its prompt stays
+        ([200, 830], [200, 830], 24, [200, 830]),  # all are completed: nothing is left for later
+        ([300], [9000], 30, [300]),  # few rows cost about the same
+        ([3000], [9000], 30, [3000]),  # beyond the largest size nothing is rounded
+        ([100, 100, 100, 100, 300], [999] * 5, 0, [100, 100, 100, 100, 240]),
+        ([128] * 5, [999] * 5, 100, [128] * 5),  # 740 → 640 would take a chunk nearly whole
+    ],
+)
+def test_a_step_fills_the_size_it_runs_as(rows, left, others, filled):
+    assert fill_size(rows, left, others, (256, 384, 512, 640, 768, 896, 1024, 1152)) == filled

@@ -5,7 +5,7 @@ Knows how the parts are put together. What is asked of it comes as a `Machine`, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from faser.engine import Engine
@@ -109,6 +109,7 @@ def make_replica(machine: Machine, policy: str, oracle: Oracle, seed: int = 0, w
         noise=Noise(machine.noise, seed) if machine.noise else no_noise,
         watch=watch,
     )
+    pacing = replace(GPU, row_sizes=machine.profile.prompts.sizes)
     scheduler = QuietScheduler(
         limits,
         chosen,
@@ -118,7 +119,7 @@ def make_replica(machine: Machine, policy: str, oracle: Oracle, seed: int = 0, w
         prefix_caching=False,
         cost=cost if goes_by_cost else None,
         overlap=None if machine.overlap == "off" else Overlap(machine.overlap, guessing=(0,)),
-        pace=StepPace(machine.max_step_ms / 1e3, GPU) if machine.max_step_ms else None,
+        pace=StepPace(machine.max_step_ms / 1e3, pacing) if machine.max_step_ms else None,
     )
     return Replica(Engine(scheduler, executor, time.now, cost), time)
 

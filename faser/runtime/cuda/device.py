@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 
@@ -29,7 +30,7 @@ class CudaDevice:
     name = "cuda"
     max_running = 256
     max_batch_tokens = 4096
-    pacing = prompt_pace.GPU
+    pacing = replace(prompt_pace.GPU, row_sizes=MIXED_BUCKETS)
     runs_ahead = True  # a step is planned while the one before it runs
     exit_depths = (0.0, 0.5)  # of every further one there would be as many graphs again
     profiling = Profiling(18.0, ROW_BUCKETS, MIXED_BUCKETS, most_rows=1024, most_context=2**18, most_prompt_rows=4096)
