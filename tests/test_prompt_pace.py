@@ -221,13 +221,13 @@ def test_nobody_starves_however_many_short_prompts_keep_coming(arriving, rows, l
     ("rows", "left", "others", "filled"),
     [
         ([1000], [9000], 30, [994]),  # 1,030 rows would run as 1,152: 1,024 are filled
+        ([1130], [9000], 22, [1002]),  # 1,152 is a size, but its last tile is half empty
         ([200, 800], [200, 9000], 24, [200, 800]),  # 1,024 as it is
         ([200, 830], [200, 9000], 24, [200, 800]),  # a chunk that completes its prompt stays
         ([200, 830], [200, 830], 24, [200, 830]),  # all are completed: nothing is left for later
         ([300], [9000], 30, [300]),  # few rows cost about the same
         ([3000], [9000], 30, [3000]),  # beyond the largest size nothing is rounded
-        ([100, 100, 100, 100, 300], [999] * 5, 0, [100, 100, 100, 100, 240]),
-        ([128] * 5, [999] * 5, 100, [128] * 5),  # 740 → 640 would take a chunk nearly whole
+        ([128] * 5, [999] * 5, 100, [128] * 5),  # 740 → 512 would take a chunk whole
     ],
 )
 def test_a_step_fills_the_size_it_runs_as(rows, left, others, filled):
