@@ -103,7 +103,7 @@ def _add_engine_sizes(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
     engine.add_argument(
         "--max-step-ms", type=float, metavar="MS",
         help="a step takes no more prompt rows than fit into this time, so that streams do not stall behind a long "
-        "prompt; 0: no bound; default: 300 on a CPU, 50 on a GPU",
+        "prompt; 0: no bound; default: 300 on a CPU, 60 on a GPU",
     )  # fmt: skip
     engine.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens in one KV page")
     engine.add_argument(

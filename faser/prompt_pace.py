@@ -53,7 +53,7 @@ class Pacing:
 
 
 CPU = Pacing(max_step_ms=300.0, first_rows=32, least_rows=8)
-GPU = Pacing(max_step_ms=50.0, first_rows=512, least_rows=64)
+GPU = Pacing(max_step_ms=60.0, first_rows=512, least_rows=64)
 
 
 @dataclass
