@@ -55,7 +55,8 @@ def make_engine(device: str, target: Transformer, draft=None, policy=None, token
 
     place = CudaDevice()
     place.runs_ahead = ahead
-    options = {"max_running": 6, "max_batch_tokens": 64, "page_size": 4, "num_pages": 300, **sizes}
+    # without a bound on seconds the steps of two devices are the same
+    options = {"max_running": 6, "max_batch_tokens": 64, "max_step_ms": 0, "page_size": 4, "num_pages": 300, **sizes}
     moved = on(draft, device) if isinstance(draft, Transformer) else draft
     return build_engine(on(target, device), moved, EngineOptions(policy=policy, **options), tokenizer, place)
 
@@ -201,7 +202,7 @@ def test_a_grammar_on_the_host_goes_with_filters_and_logprobs_on_the_device(devi
         for number, (name, way) in enumerate(ways.items())
     ]
     tokenizer = Tokenizer.from_folder(folder)
-    plain = build_engine(target, None, EngineOptions(num_pages=300, page_size=4), tokenizer)
+    plain = build_engine(target, None, EngineOptions(num_pages=300, page_size=4, max_step_ms=0), tokenizer)
     expected = serve(plain, requests)
     outcome = serve(make_engine(device, target, make_draft(target), Fixed(2), tokenizer), requests)
     assert outcome.tokens == expected.tokens
@@ -282,7 +283,9 @@ def test_branches_are_adopted_as_on_the_cpu_and_change_no_token(device, leads, a
     on_device.executor.prepare_overlap({0, *on_device.executor._lanes.splits})
     for engine in (
         on_device,
-        build_engine(target, draft, EngineOptions(policy=Fixed(2), num_pages=300, page_size=4, overlap="on")),
+        build_engine(
+            target, draft, EngineOptions(policy=Fixed(2), num_pages=300, page_size=4, overlap="on", max_step_ms=0)
+        ),
     ):
         engine.scheduler.overlap = Overlap("on", leads=leads, outcomes=2)
         assert serve(engine, requests).tokens == expected.tokens
@@ -422,7 +425,7 @@ def test_middle_layers_say_of_drafts_what_the_cpu_s_do(device, candidates):
     plain = [r for r in chosen(target, device) if r.id in ("greedy", "sampled")]
     requests = [replace(r, params=replace(r.params, max_tokens=4)) for r in plain]
     told: list[list[ExitReadings]] = []
-    options = {"max_running": 6, "max_batch_tokens": 64, "page_size": 4, "num_pages": 300}
+    options = {"max_running": 6, "max_batch_tokens": 64, "max_step_ms": 0, "page_size": 4, "num_pages": 300}
     plain = build_engine(target, draft, EngineOptions(policy=Fixed(3), **options))
     for engine in (plain, make_engine(device, target, draft, Fixed(3))):
         points = ExitPoint.by_rank(0, 1), ExitPoint.by_rank(1, 1, candidates)
