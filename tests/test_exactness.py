@@ -98,7 +98,8 @@ def serve(engine: Engine, requests, arrivals=None, cancels=None) -> Outcome:
 
 
 def make_engine(target: Transformer, draft: Draft = None, policy=None, **sizes) -> Engine:
-    options = {"max_running": 8, "max_batch_tokens": 64, "page_size": 4, "num_pages": 400, **sizes}
+    # without a bound on seconds the steps of two runs are the same
+    options = {"max_running": 8, "max_batch_tokens": 64, "max_step_ms": 0, "page_size": 4, "num_pages": 400, **sizes}
     return build_engine(target, draft, EngineOptions(policy=policy, **options))
 
 

@@ -119,7 +119,7 @@ def make_requests(tokenizer: Tokenizer) -> list[Request]:
 
 
 def make_engine(target: Transformer, tokenizer: Tokenizer | None, draft=None, policy=None, **sizes) -> Engine:
-    options = {"max_running": 16, "max_batch_tokens": 128, "page_size": 4, "num_pages": 900, **sizes}
+    options = {"max_running": 16, "max_batch_tokens": 128, "max_step_ms": 0, "page_size": 4, "num_pages": 900, **sizes}
     return build_engine(target, draft, EngineOptions(policy=policy, **options), tokenizer)
 
 

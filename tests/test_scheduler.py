@@ -583,7 +583,20 @@ def test_a_prompt_in_the_cache_counts_by_the_rows_it_has_left():
     assert world.plans[-1].start.tolist() == [0, 80]
 
 
-def test_a_plan_looks_at_a_bounded_number_of_waiting_requests():
+def test_a_preempted_request_that_had_overtaken_goes_behind_the_older_one_that_waits():
+    world = World(Fixed(0), num_pages=16, max_running=4, max_batch_tokens=8, caching=False)
+    for name, size, max_tokens in (("first", 20, 20), ("head", 24, 2), ("newer", 2, 30)):
+        world.add(make_request(name, [1] * size, max_tokens))
+    world.step()
+    assert world.scheduler.num_running == 2, "the first, and the one that overtakes"
+    world.scheduler._preempt(int(world.scheduler._running[-1]))
+    assert [entry.request.id for entry in world.scheduler._waiting] == ["head", "newer"]
+    world.drain()
+    assert list(world.finished).index("head") < list(world.finished).index("newer")
+
+
+@pytest.mark.parametrize("size", [6, 300])
+def test_a_plan_looks_at_a_bounded_number_of_waiting_requests(size):
     world = World(Fixed(0), max_batch_tokens=8, max_running=4, max_model_len=8192, num_pages=8192)
     looked, hashed = [], []
     find, extend = world.target.find, world.scheduler._extend_hashes
@@ -596,7 +609,7 @@ def test_a_plan_looks_at_a_bounded_number_of_waiting_requests():
         )
     )
     for i in range(600):
-        world.add(make_request(str(i), [i % 5, 1, 2] * 100, 2))
+        world.add(make_request(str(i), [i % 5, 1, 2] * (size // 3), 2))
     for _ in range(3):
         looked.clear()
         hashed.clear()
@@ -627,6 +640,20 @@ def test_a_long_catch_up_is_cut_to_the_bound_while_a_stream_goes_on():
     assert len(late) >= 4
     assert max(late) < 0.015
     assert sum(late) > 0.03, "more than two steps have room for"
+
+
+def test_catching_up_and_a_prompt_share_the_seconds_of_a_step():
+    world = make_paced(OnOff(1), bound=0.04, caching=False, max_model_len=2048, num_pages=2048, num_draft_pages=2048)
+    requests = [make_request(str(i), [i] * 600, 20) for i in range(4)]
+    for request in requests:
+        world.add(request)
+    world.drain()
+    assert_exact(world, *requests)
+    both = [plan for plan in world.plans if (plan.draft_rows > KEPT_UP).any() and (plan.num_rows > 1).any()]
+    assert len(both) > 5
+    taken = [seconds_of(plan).total for plan in both]
+    assert max(taken) < 1.4 * 0.04
+    assert np.median(taken) < 1.1 * 0.04
 
 
 @settings(max_examples=60, deadline=None)

@@ -55,10 +55,8 @@ def make_engine(device: str, target: Transformer, draft=None, policy=None, token
 
     place = CudaDevice()
     place.runs_ahead = ahead
-    # without a bound of seconds, so that the same requests make the same plans on a CPU and a GPU
-    options = {
-        "max_running": 6, "max_batch_tokens": 64, "max_step_ms": 0, "page_size": 4, "num_pages": 300, **sizes,
-    }  # fmt: skip
+    # without a bound on seconds the steps of two devices are the same
+    options = {"max_running": 6, "max_batch_tokens": 64, "max_step_ms": 0, "page_size": 4, "num_pages": 300, **sizes}
     moved = on(draft, device) if isinstance(draft, Transformer) else draft
     return build_engine(on(target, device), moved, EngineOptions(policy=policy, **options), tokenizer, place)
 
@@ -204,7 +202,7 @@ def test_a_grammar_on_the_host_goes_with_filters_and_logprobs_on_the_device(devi
         for number, (name, way) in enumerate(ways.items())
     ]
     tokenizer = Tokenizer.from_folder(folder)
-    plain = build_engine(target, None, EngineOptions(num_pages=300, page_size=4), tokenizer)
+    plain = build_engine(target, None, EngineOptions(num_pages=300, page_size=4, max_step_ms=0), tokenizer)
     expected = serve(plain, requests)
     outcome = serve(make_engine(device, target, make_draft(target), Fixed(2), tokenizer), requests)
     assert outcome.tokens == expected.tokens
@@ -286,7 +284,7 @@ def test_branches_are_adopted_as_on_the_cpu_and_change_no_token(device, leads, a
     for engine in (
         on_device,
         build_engine(
-            target, draft, EngineOptions(policy=Fixed(2), num_pages=300, page_size=4, max_step_ms=0, overlap="on")
+            target, draft, EngineOptions(policy=Fixed(2), num_pages=300, page_size=4, overlap="on", max_step_ms=0)
         ),
     ):
         engine.scheduler.overlap = Overlap("on", leads=leads, outcomes=2)
