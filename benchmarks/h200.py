@@ -440,7 +440,8 @@ def make_requests(prompts: Sequence[Prompt], output: int) -> list[Any]:
 
 def run_faser(worker: Worker) -> None:
     sizes = worker.args.sizes
-    player = FaserPlayer(worker.args, sizes.first_length, KV_BYTES)
+    kv_memory = KV_BYTES if worker.args.device == "cuda" else None
+    player = FaserPlayer(worker.args, sizes.first_length, kv_memory)
     worker.start(sizes.first_length, player, **player.seconds)
     worker.section("off", lambda: measure(worker, player, [0]))
     worker.section("prefill", lambda: measure_prefill(worker, player))

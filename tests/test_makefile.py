@@ -30,7 +30,10 @@ def checkout(tmp_path):
 
 
 def setup(checkout: Path, stderr: int) -> list[str]:
-    done = subprocess.run(["make", "setup"], cwd=checkout, stdout=subprocess.PIPE, stderr=stderr, text=True, check=True)
+    outside = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    done = subprocess.run(
+        ["make", "setup"], cwd=checkout, env=outside, stdout=subprocess.PIPE, stderr=stderr, text=True, check=True
+    )
     return done.stdout.splitlines()
 
 
