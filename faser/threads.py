@@ -74,6 +74,7 @@ CHANGED = 1.4  # a forward this many times slower or faster than usual says that
 CHANGED_STEPS = 4  # in a row
 FIRST_WAIT, LAST_WAIT = 64, 4096  # steps between two trials; doubles while they change nothing
 FADING = 0.9  # of what is usual for a number of rows
+LARGE_GAIN = 0.2  # of log seconds: a machine that changed has changed for forwards of all sizes
 
 
 class ThreadTuner:
@@ -103,9 +104,17 @@ class ThreadTuner:
 
     def end(self, num_rows: int, seconds: float) -> None:
         """After it."""
-        if self._most > 1 and seconds > 0 and self._size(num_rows).add(seconds / (num_rows + FREE_ROWS)):
-            for size in self._sizes.values():
-                size.try_soon()
+        if self._most == 1 or seconds <= 0:
+            return
+        size = self._size(num_rows)
+        if size.add(seconds / (num_rows + FREE_ROWS)):
+            for each in self._sizes.values():
+                each.try_soon(after_change=True)
+        elif size.took_large_gain:
+            size.took_large_gain = False
+            for each in self._sizes.values():
+                if each is not size:
+                    each.follow(size.num_threads)
 
     def _size(self, num_rows: int) -> _SizeTuner:
         """Forwards of 1 row, of 2 to 7, of 8 to 31, and so on."""
@@ -126,6 +135,8 @@ class _SizeTuner:
         self._usual: float | None = None
         self._num_changed = 0
         self._tries_fewer = True
+        self._after_change = False  # the next trial follows a change of the machine
+        self.took_large_gain = False  # and brought much
 
     def next_threads(self) -> int:
         if self._trial is None and self._steps_left <= 0 and self._most > 1:
@@ -142,16 +153,25 @@ class _SizeTuner:
             self._conclude(self._trial)
         return False
 
-    def try_soon(self) -> None:
+    def try_soon(self, after_change: bool) -> None:
         self._num_changed, self._steps_left, self._wait, self._usual = 0, 0, FIRST_WAIT, None
+        self._after_change = after_change
+
+    def follow(self, num_threads: int) -> None:
+        """Take over what another size found, before a trial of its own: some sizes are rare."""
+        if num_threads != self.num_threads:
+            self.num_threads, self._trial = num_threads, None
+            self.try_soon(after_change=False)
 
     def _conclude(self, trial: _Trial) -> None:
         if trial.other_is_faster:
             self.num_threads, self._wait, self._usual = trial.other, FIRST_WAIT, None
+            self.took_large_gain = self._after_change and trial.gain > LARGE_GAIN
         else:
             self._tries_fewer = not self._tries_fewer
             self._wait = min(LAST_WAIT, 2 * self._wait)
         self._trial, self._steps_left, self._num_changed = None, self._wait, 0
+        self._after_change = False
 
     def _other_count(self) -> int:
         """Half as many and twice as many in turn; only one of them at either end."""
@@ -194,19 +214,20 @@ class _Trial:
     def is_over(self) -> bool:
         if self._paces or len(self._gains) < MIN_ROUNDS:
             return False
-        return len(self._gains) >= MAX_ROUNDS or abs(self._mean - MIN_GAIN) > CERTAIN * self._error
+        return len(self._gains) >= MAX_ROUNDS or abs(self.gain - MIN_GAIN) > CERTAIN * self._error
 
     @property
     def other_is_faster(self) -> bool:
-        return self._mean > MIN_GAIN
+        return self.gain > MIN_GAIN
 
     @property
-    def _mean(self) -> float:
+    def gain(self) -> float:
+        """Mean log of the present count's seconds over the other's."""
         return sum(self._gains) / len(self._gains)
 
     @property
     def _error(self) -> float:
         """Standard error of the mean; never taken to be below a hundredth."""
-        mean, count = self._mean, len(self._gains)
+        mean, count = self.gain, len(self._gains)
         variance = sum((gain - mean) ** 2 for gain in self._gains) / (count - 1)
         return max(0.01, math.sqrt(variance / count))

@@ -82,6 +82,18 @@ def test_a_busy_machine_gets_one_thread_and_an_idle_one_all_again():
     assert machine.tuner.num_threads(1) == 2
 
 
+def test_a_rare_size_follows_what_a_common_one_found():
+    """A prompt comes with every answer: it would take as many answers as a trial has forwards."""
+    machine = Machine({2: 1.0, 1: 1.6}, most=2)
+    for _ in range(20):
+        machine.run(20, rows=1)
+        machine.run(1, rows=500)
+    machine.seconds = {2: 4.0, 1: 2.4}
+    machine.run(40, rows=1)
+    assert machine.tuner.num_threads(1) == 1
+    assert machine.tuner.num_threads(500) == 1
+
+
 def test_of_many_threads_the_best_number_is_found_by_halves():
     machine = Machine({16: 3.0, 8: 1.5, 4: 1.0, 2: 1.4, 1: 2.5}, most=16)
     machine.run(1000)
