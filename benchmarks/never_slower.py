@@ -72,13 +72,15 @@ def compare(
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True, temperature=temperature, seed=1)
     off, other = policies
     tokens, seconds = dict.fromkeys(policies, 0), dict.fromkeys(policies, 0.0)
-    ratios, differing = [], 0
+    ratios, differing, drafted = [], 0, 0
     for turn in range(-WARM_UP_TURNS, turns):
         count = streams if streams > 4 else 2 * streams
         chosen = [prompts[(turn * count + i) % len(prompts)] for i in range(count)]
         rates, outputs = {}, {}
         for name in (off, other) if turn % 2 else (other, off):
-            llm._open_engine().scheduler.policy = policies[name]
+            engine = llm._open_engine()
+            engine.scheduler.policy = policies[name]
+            before = engine.stats.drafted
             started = perf_counter()
             outputs[name] = []
             for first in range(0, count, streams):
@@ -86,6 +88,7 @@ def compare(
             spent = perf_counter() - started
             rates[name] = count * OUTPUT_TOKENS / spent
             if turn >= 0:
+                drafted += engine.stats.drafted - before
                 tokens[name] += count * OUTPUT_TOKENS
                 seconds[name] += spent
         differing += sum(a != b for a, b in zip(outputs[off], outputs[other], strict=True))
@@ -96,12 +99,12 @@ def compare(
     print(
         f"{busy} busy loops, temperature {temperature:g}, {streams} streams: off {speeds[off]:.1f}, "
         f"{other} {speeds[other]:.1f} tokens/s, ratio {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f}), "
-        f"{differing} outputs differ",
+        f"{drafted / tokens[other]:.2f} drafted a token, {differing} outputs differ",
         flush=True,
     )
     return {
         "busy": busy, "temperature": temperature, "streams": streams, **speeds, "ratio": ratio, "ratios": ratios,
-        "differing": differing,
+        "differing": differing, "drafted": drafted,
     }  # fmt: skip
 
 

@@ -111,7 +111,14 @@ class Engine:
 
     def use_idle_moment(self) -> bool:
         """Do a little of what is better done without requests; whether there is more of it."""
-        return not self.has_work and self._on_idle()
+        if self.has_work:
+            return False
+        try:
+            return self._on_idle()
+        except Exception:
+            if self._async is not None:
+                self._async.discard()  # or the next request would be given the result of a made-up step
+            raise
 
     def step(self) -> list[Progress]:
         """One turn. If it raises, call `abandon`: the open requests cannot go on."""

@@ -32,7 +32,12 @@ MOST_FACTOR = 4.0  # how far the steps that run may correct a profile that was m
 MAX_KEPT_ERROR = 0.2  # mean error of predictions, as a share, of a profile that is worth keeping
 # By kind of profile: how many steps it counts as against those that run, the error of a prediction to begin with, and
 # the bounds of its corrections.
-TRUST = {"measured": (50, 0.05, MOST_FACTOR), "quick": (10, 0.2, 16.0), "assumed": (0, 0.5, 256.0)}
+TRUST = {
+    "measured": (50, 0.05, MOST_FACTOR),
+    "idle": (50, 0.05, MOST_FACTOR),
+    "quick": (10, 0.2, 16.0),
+    "assumed": (0, 0.5, 256.0),
+}
 SHAPE_LEARNING = 0.03  # share of a step's error, beyond the usual, that goes to predictions for its number of rows
 USUAL_FADING = 0.7  # of the usual error: what all sizes share is the machine's speed
 MAX_SHAPE_ERROR = 0.5  # of log seconds, that one step may tell
@@ -181,7 +186,8 @@ class Profile:
     await_seconds: float = 0.0  # of a step that does not begin before the one before it is known, more than of others
     # of configurations it was not made from: share of the seconds, mean and worst
     errors: Mapping[str, float] = field(default_factory=dict)
-    kind: str = "measured"  # a key of TRUST: measured; quick, of a few steps; assumed, without any
+    # a key of TRUST. measured: all of it; idle: all but early exit and overlap; quick: a few steps; assumed: nothing
+    kind: str = "measured"
 
     def why_not_kept(self) -> str | None:
         """The one rule by which all commands keep a profile: why it is not good enough, or None if it is."""

@@ -159,12 +159,15 @@ class Pace:
 
     def learn(self, rows: int, pairs: float, seconds: float) -> None:
         """A step with so many prompt rows took so long."""
+        seconds = max(seconds, 0.0)  # measured by two clocks: the host's, and a device's for the drafts
         if not rows:
             change = seconds - self.base
             self.base += _BASE_GAIN * min(max(change, -self.base / 2), self.base) if self.base else seconds
             return
         if seconds <= 0:
             return
+        if seconds < self.base:  # steps without prompts were of a larger batch
+            self.base += _BASE_GAIN * max(seconds - self.base, -self.base / 2)
         self._most_rows = max(self._most_rows, rows)
         self._most_pairs = max(self._most_pairs, pairs)
         self._correct(rows, pairs, max(seconds - self.base, _LEAST_SHARE * seconds))
@@ -226,7 +229,8 @@ class StepPace:
         return self.catch_up.room(rows, seconds, self._least_rows)
 
     def _spare(self, is_alone: bool) -> float:
-        return self.max_seconds * (ALONE if is_alone else 1.0) - self.prompts.base - self.catch_up.base
+        spare = self.max_seconds * (ALONE if is_alone else 1.0) - self.prompts.base - self.catch_up.base
+        return max(spare, self.prompts.base) if is_alone else spare  # on a slow machine, too, half of a step is rows
 
 
 def _prompt_work(plan: StepPlan) -> tuple[int, float]:

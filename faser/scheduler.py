@@ -510,8 +510,12 @@ class Scheduler:
                 continue
             has_rows.add(i)
             left[i], context[i] = left[i] - rows, context[i] + rows
-            if entry.slot < 0 and not self._let_in(entry):
-                return
+            if entry.slot < 0:
+                is_head = entry is self._waiting[0]
+                if not self._let_in(entry):
+                    if is_head:
+                        return
+                    continue  # it may not overtake; the head is asked in its own turn
             if name is not None:
                 computed.add(name)
 

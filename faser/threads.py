@@ -107,7 +107,7 @@ class ThreadTuner:
         if self._most == 1 or seconds <= 0:
             return
         size = self._size(num_rows)
-        if size.add(seconds / (num_rows + FREE_ROWS)):
+        if size.add(num_rows, seconds / (num_rows + FREE_ROWS)):
             for each in self._sizes.values():
                 each.try_soon(after_change=True)
         elif size.took_large_gain:
@@ -118,7 +118,7 @@ class ThreadTuner:
 
     def _size(self, num_rows: int) -> _SizeTuner:
         """Forwards of 1 row, of 2 to 7, of 8 to 31, and so on."""
-        key = (num_rows.bit_length() + 1) // 2
+        key = num_rows.bit_length() // 2
         if key not in self._sizes:
             self._sizes[key] = _SizeTuner(self._most)
         return self._sizes[key]
@@ -132,7 +132,7 @@ class _SizeTuner:
         self._most = most
         self._trial: _Trial | None = None
         self._wait, self._steps_left = FIRST_WAIT, FIRST_WAIT // 8
-        self._usual: float | None = None
+        self._usual: dict[int, float] = {}  # pace by rows
         self._num_changed = 0
         self._tries_fewer = True
         self._after_change = False  # the next trial follows a change of the machine
@@ -143,18 +143,18 @@ class _SizeTuner:
             self._trial = _Trial(self._other_count())
         return self._trial.other if self._trial is not None and self._trial.runs_other else self.num_threads
 
-    def add(self, pace: float) -> bool:
+    def add(self, num_rows: int, pace: float) -> bool:
         """Take in a forward; whether the machine has changed."""
         if self._trial is None:
             self._steps_left -= 1
-            return self._has_changed(pace)
+            return self._has_changed(num_rows, pace)
         self._trial.add(pace)
         if self._trial.is_over:
             self._conclude(self._trial)
         return False
 
     def try_soon(self, after_change: bool) -> None:
-        self._num_changed, self._steps_left, self._wait, self._usual = 0, 0, FIRST_WAIT, None
+        self._num_changed, self._steps_left, self._wait, self._usual = 0, 0, FIRST_WAIT, {}
         self._after_change = after_change
 
     def follow(self, num_threads: int) -> None:
@@ -165,7 +165,7 @@ class _SizeTuner:
 
     def _conclude(self, trial: _Trial) -> None:
         if trial.other_is_faster:
-            self.num_threads, self._wait, self._usual = trial.other, FIRST_WAIT, None
+            self.num_threads, self._wait, self._usual = trial.other, FIRST_WAIT, {}
             self.took_large_gain = self._after_change and trial.gain > LARGE_GAIN
         else:
             self._tries_fewer = not self._tries_fewer
@@ -180,12 +180,12 @@ class _SizeTuner:
             return fewer
         return more if self.num_threads == 1 or not self._tries_fewer else fewer
 
-    def _has_changed(self, pace: float) -> bool:
-        """Whether several forwards in a row were far from what is usual."""
-        usual = pace if self._usual is None else self._usual
+    def _has_changed(self, num_rows: int, pace: float) -> bool:
+        """Whether several forwards in a row were far from what is usual for their rows."""
+        usual = self._usual.get(num_rows, pace)
         if 1 / CHANGED < pace / usual < CHANGED:
             self._num_changed = 0
-            self._usual = FADING * usual + (1 - FADING) * pace
+            self._usual[num_rows] = FADING * usual + (1 - FADING) * pace
         else:  # once, it is a pause of the process and no new speed
             self._num_changed += 1
         return self._num_changed >= CHANGED_STEPS

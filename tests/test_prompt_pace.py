@@ -232,3 +232,21 @@ def test_nobody_starves_however_many_short_prompts_keep_coming(arriving, rows, l
 )
 def test_a_step_fills_the_size_it_runs_as(rows, left, others, filled):
     assert fill_size(rows, left, others, (256, 384, 512, 640, 768, 896, 1024, 1152)) == filled
+
+
+def test_on_a_slow_machine_a_prompt_that_is_alone_still_gets_half_of_a_step():
+    pace = StepPace(0.3, CPU)
+    for _ in range(20):
+        pace.prompts.learn(0, 0.0, 1.0)  # a decoding step takes longer than twice the bound
+    for _ in range(20):
+        pace.prompts.learn(8, 32.0, 1.2)
+    alone = pace.prompt_room(1000, is_alone=True)
+    assert alone.per_row * 8 < alone.seconds
+    assert share(alone, [500], [0])[0] > 8
+
+
+def test_a_step_that_two_clocks_measured_never_makes_the_base_negative():
+    pace = Pace(32)
+    for seconds in (-0.01, 0.02, 0.02):
+        pace.learn(0, 0.0, seconds)
+    assert 0 <= pace.base <= 0.02

@@ -81,6 +81,8 @@ class _Comparison:
         if self._skips:
             self._skips = False
             return
+        if drafted and not self.allows:
+            return  # its expected gain was trusted: it says nothing of steps without drafts
         self._steps, self._work, self._seconds = self._steps + 1, self._work + work, self._seconds + seconds
         self._drafted += drafted
         if self._steps == BLOCK_STEPS:

@@ -296,7 +296,7 @@ def _profile_of(made: _Made, options: EngineOptions) -> Profile | None:
             log.warning("the profile %s was measured on something else: %s", options.profile, others)
         return given
     kept = saved_profiles.find(about)
-    if kept is not None:
+    if kept is not None and not (options.profiling == "full" and kept.kind == "idle"):
         log.info("profile of an earlier start: %s", kept.accuracy)
         return kept
     if options.profiling == "none":

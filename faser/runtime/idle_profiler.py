@@ -57,6 +57,7 @@ class IdleProfiler:
             [batch for batch in make(subject) if subject.has_room_for(batch)] for make in makers
         )
         self._batches = [batch for several in batches for batch in several]
+        self._lacks_pages = False
         self._moments = self._work()
 
     def __call__(self) -> bool:
@@ -65,6 +66,7 @@ class IdleProfiler:
     def _work(self) -> Iterator[bool]:
         for _ in range(MAX_PASSES):
             found: dict[int, Measured] = {}
+            self._lacks_pages = False
             yield from self._run(self._batches, TURNS, found)
             if not found:
                 return  # no pages were free
@@ -75,11 +77,13 @@ class IdleProfiler:
             checked: dict[int, Measured] = {}
             yield from self._run(self._held_out, 1, checked)
             profile = replace(profile, errors=errors_of(ProfiledCost(profile), checked.values()))
-            self._cost.adopt(profile)
             reason = profile.why_not_kept()
+            if reason is None and self._lacks_pages:
+                reason = "too few pages were free to measure all batches"
+            self._cost.adopt(replace(profile, kind="idle" if reason is None else "quick"))
             if reason is None:
                 log.info("profile completed in idle moments: %s", profile.accuracy)
-                self._keep(profile)
+                self._keep(self._cost.profile)
                 return
             log.info("profile measured in idle moments and not kept: %s", reason)
 
@@ -99,6 +103,7 @@ class IdleProfiler:
         """One step on lent pages; None where there are too few."""
         writes = self._scheduler.lend_slots(batch.num_tokens + batch.lengths + 1)
         if writes is None:
+            self._lacks_pages = True
             return None
         size = batch.num_tokens.size
         try:

@@ -795,7 +795,7 @@ def _continued(points: list[tuple[int, float, float]], prior: Curve) -> list[tup
 
     def scaled(rows: int, nearest: tuple[int, float, float]) -> tuple[int, float, float]:
         base = float(prior(nearest[0], 0.0))
-        factor = nearest[1] / base if base > 0 else 1.0
+        factor = nearest[1] / base if base > 0 and nearest[1] > 0 else 1.0
         return rows, factor * float(prior(rows, 0.0)), nearest[2]
 
     first, last = points[0], points[-1]

@@ -71,6 +71,14 @@ def test_comparing_costs_less_than_a_hundredth(gain):
     assert wrong * abs(1 - gain) < 0.01 * len(traffic.drafted)
 
 
+def test_a_gain_that_is_trusted_now_and_then_spoils_no_comparison():
+    """Drafts in what was to be a block without them say nothing of plain steps."""
+    traffic = Traffic(1.3)
+    for turn in range(600):
+        traffic.run(1, expected=1.9 if turn % 3 == 0 else 1.05)
+    assert all(traffic.drafted[-20:])
+
+
 def test_batches_of_other_sizes_are_compared_on_their_own():
     traffic = Traffic(0.8, size=16)
     traffic.run(200)

@@ -595,10 +595,38 @@ def test_idle_moments_complete_the_profile_and_keep_it(pair, cache, monkeypatch)
         engine.scheduler.check()
         moments += 1
     assert engine.scheduler.num_prefix_hits > 0
-    assert engine.cost.profile.kind == "measured"
+    assert engine.cost.profile.kind == "idle"
     (path,) = (cache / "profiles").iterdir()
     assert Profile.load(path) == engine.cost.profile
     assert_equal(serve(engine, requests), right)
+
+
+def test_a_profile_of_idle_moments_is_no_full_one(pair, cache, monkeypatch):
+    measured = stub(monkeypatch)
+    monkeypatch.setattr("faser.profile.MAX_KEPT_ERROR", 100.0)
+    engine = make_engine(*pair, Costly())
+    while engine.use_idle_moment():
+        pass
+    assert make_engine(*pair, Costly()).cost.profile.kind == "idle"
+    assert make_full(*pair, Costly()).cost.profile.kind == "measured"
+    assert len(measured) == 1
+
+
+def test_a_made_up_step_that_fails_leaves_nothing_behind(pair, cache):
+    discarded = []
+
+    class Asynchronous(Simulated):
+        submit = collect = go_on = may_run_ahead = None
+
+        def discard(self) -> None:
+            discarded.append(True)
+
+    engine = make_engine(*pair, Costly())
+    engine._async = Asynchronous(machine(CPU), LIMITS, 10, 16)
+    engine._on_idle = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.use_idle_moment()
+    assert discarded == [True]
 
 
 def test_idle_moments_leave_the_prefix_cache_alone(pair, cache):
