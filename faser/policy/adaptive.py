@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from faser.policy.acceptance import Acceptance, Calibration
 from faser.policy.base import MOST_LENGTH, BatchView, Outcome
-from faser.policy.evidence import MeasuredGain
+from faser.policy.evidence import UNTRUSTED_LENGTH, MeasuredGain, is_trusted
 from faser.policy.stopping import Stopping
 from faser.profile import KEPT_UP, Cost
 from faser.types import FloatArray, IntArray
@@ -121,10 +121,11 @@ class Adaptive:
         expected_gain = batch.plain_seconds / (batch.size * fastest.seconds_per_token)
         if not self._measured.allows(batch.size, expected_gain, view.cost.error):
             return none
+        longest = DEPTH if is_trusted(expected_gain, view.cost.error) else UNTRUSTED_LENGTH
         if view.cost.stop_seconds is None or not _worth_a_look(view, view.cost, view.cost.stop_seconds):
-            return chosen.lengths
+            return np.minimum(chosen.lengths, longest)
         self._stopping = self._rule(view, view.cost, view.cost.stop_seconds, price)
-        return np.where(chosen.lengths > 0, np.minimum(view.limit, DEPTH), 0)
+        return np.where(chosen.lengths > 0, np.minimum(view.limit, longest), 0)
 
     def _catch_up_pays(self, view: BatchView, cost: Cost, drafting: Flags, late: Flags) -> bool:
         """Whether the late ones of those that draft save more, together and until they end, than catching up takes."""

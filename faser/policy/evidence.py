@@ -15,10 +15,16 @@ BLOCK_STEPS = 4
 MIN_PAIRS, MAX_PAIRS = 2, 8  # of blocks in a comparison
 CERTAIN = 2.0  # standard errors
 LEAST_ERROR = 0.02  # of a mean of log ratios: two blocks may agree by chance
+UNTRUSTED_LENGTH = 3  # tokens a request drafts at most where a gain cannot be trusted
 TRUSTED_ERRORS = 3.0  # an expected gain of this many times the error of predictions needs no comparison
 CLEAR = 0.08  # log ratio of one pair that confirms the last result by itself
 COMPARING_COST = 0.005  # share of throughput: the more the slower way loses, the rarer it is tried
 MIN_HOLD, MAX_HOLD = 128, 4096  # steps for which a result holds
+
+
+def is_trusted(expected_gain: float, error: float) -> bool:
+    """Whether a gain is larger than errors of predictions explain."""
+    return expected_gain > 1 + TRUSTED_ERRORS * error
 
 
 class MeasuredGain:
@@ -32,7 +38,7 @@ class MeasuredGain:
 
         `error` is the mean error of predicted seconds, as a share.
         """
-        return expected_gain > 1 + TRUSTED_ERRORS * error or self._comparison(num_requests).allows
+        return is_trusted(expected_gain, error) or self._comparison(num_requests).allows
 
     def learn(self, outcome: Outcome, plain_seconds: float) -> None:
         """Take in a step. `plain_seconds`: what its batch should take without drafts, so that steps can be compared."""

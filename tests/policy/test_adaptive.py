@@ -9,6 +9,7 @@ import pytest
 
 from faser.policy.adaptive import DEPTH, LOOK_GAIN, MOST_LOOKED_AT, Adaptive
 from faser.policy.base import BatchView
+from faser.policy.evidence import UNTRUSTED_LENGTH
 from faser.profile import ProfiledCost
 from tests.policy.profiles import H200, SMOOTH, make_outcome, make_view
 
@@ -171,3 +172,13 @@ def test_a_batch_that_fell_behind_catches_up_together_if_they_live_to_see_it_pay
     view = replace(view, remaining=np.full(size, remaining), num_output=np.full(size, 100))
     assert np.array(lengths_of(view)).all() == pays
     assert np.array(lengths_of(view)).any() == pays
+
+
+def test_costs_that_cannot_be_trusted_get_short_drafts():
+    class Unsure(ProfiledCost):
+        error = 1.0
+
+    seen = {"accepted": np.array([990]), "judged": np.array([1000])}
+    sure, unsure = (replace(BatchView.alike(1, 100, kind(H200)), **seen) for kind in (ProfiledCost, Unsure))
+    assert Adaptive().lengths(sure).max() > UNTRUSTED_LENGTH
+    assert 0 < Adaptive().lengths(unsure).max() <= UNTRUSTED_LENGTH
