@@ -127,7 +127,7 @@ def _add_mechanisms(engine: argparse._ArgumentGroup) -> None:
 def _add_profile_file(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument(
         "--profile", metavar="FILE",
-        help="what forwards cost, made by `faser profile`; default: measured at the first start and kept",
+        help="what forwards cost, made by `faser profile`; default: the one kept for this machine and these models",
     )  # fmt: skip
 
 
