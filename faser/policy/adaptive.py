@@ -89,7 +89,7 @@ class Adaptive:
         self._stopping = None
         none = np.zeros(view.num_requests, dtype=np.int64)
         may_draft = view.limit > 0
-        if not may_draft.any():
+        if not may_draft.any() or self._measured.rules_out(view.num_requests):
             return none
         assert view.cost is not None
         is_late = view.lag > KEPT_UP

@@ -19,6 +19,7 @@ UNTRUSTED_LENGTH = 3  # tokens a request drafts at most where a gain cannot be t
 TRUSTED_ERRORS = 3.0  # an expected gain of this many times the error of predictions needs no comparison
 CLEAR = 0.08  # log ratio of one pair that confirms the last result by itself
 COMPARING_COST = 0.005  # share of throughput: the more the slower way loses, the rarer it is tried
+RECHECK_STEPS = 16  # of a hold, between two looks at what drafting is expected to gain
 MIN_HOLD, MAX_HOLD = 128, 4096  # steps for which a result holds
 
 
@@ -39,6 +40,13 @@ class MeasuredGain:
         `error` is the mean error of predicted seconds, as a share.
         """
         return is_trusted(expected_gain, error) or self._comparison(num_requests).allows
+
+    def rules_out(self, num_requests: int) -> bool:
+        """Whether drafting has lost and the result holds. Now and then False, so that a trusted gain is noticed."""
+        comparison = self._sizes.get(num_requests.bit_length())
+        if comparison is None or comparison.allows:
+            return False
+        return comparison.steps_left % RECHECK_STEPS > 0
 
     def learn(self, outcome: Outcome, plain_seconds: float) -> None:
         """Take in a step. `plain_seconds`: what its batch should take without drafts, so that steps can be compared."""
@@ -63,7 +71,7 @@ class _Comparison:
         self.allows = True  # in the present block, or while the result holds
         self._pays = True  # the last result
         self._is_first = True
-        self._steps_left = 0  # of the hold
+        self.steps_left = 0  # of the hold
         self._begin()
 
     def _begin(self) -> None:
@@ -79,9 +87,9 @@ class _Comparison:
 
     def add(self, drafted: bool, work: float, seconds: float) -> None:
         """A step that did this much work, in seconds that it should have taken without drafts."""
-        if self._steps_left > 0:
-            self._steps_left -= 1
-            if not self._steps_left:
+        if self.steps_left > 0:
+            self.steps_left -= 1
+            if not self.steps_left:
                 self._begin()
             return
         if self._skips:
@@ -122,4 +130,4 @@ class _Comparison:
         lost = len(self._gains) * (1 + BLOCK_STEPS) * (1 - math.exp(-abs(mean)))  # steps' worth of the faster way
         self._pays = self.allows = mean > 0
         self._is_first = False
-        self._steps_left = int(min(MAX_HOLD, max(MIN_HOLD, lost / COMPARING_COST)))
+        self.steps_left = int(min(MAX_HOLD, max(MIN_HOLD, lost / COMPARING_COST)))

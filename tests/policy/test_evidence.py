@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from faser.policy.base import Outcome
-from faser.policy.evidence import MAX_HOLD, MeasuredGain
+from faser.policy.evidence import MAX_HOLD, RECHECK_STEPS, MeasuredGain
 
 PLAIN = 0.05  # seconds of a step without drafts
 
@@ -52,6 +52,17 @@ def test_a_gain_beyond_all_error_needs_no_comparison():
     traffic = Traffic(1.8)
     traffic.run(500, expected=1.7, error=0.05)
     assert all(traffic.drafted)
+
+
+def test_a_result_that_holds_rules_drafting_out_but_for_a_look_now_and_then():
+    traffic = Traffic(0.8)
+    traffic.run(60)
+    looks = []
+    for _ in range(64):
+        looks.append(not traffic.measured.rules_out(traffic.size))
+        traffic.run(1)
+    assert sum(looks) == 64 // RECHECK_STEPS
+    assert not traffic.measured.rules_out(64), "of this size nothing is known"
 
 
 def test_a_machine_that_changes_is_noticed():
