@@ -77,13 +77,6 @@ class Curve:
         seconds = [total / count for total, count in pools for _ in range(int(count))]
         return replace(self, seconds=tuple(seconds))
 
-    def scaled(self, factor: float) -> Curve:
-        return replace(
-            self,
-            seconds=tuple(factor * each for each in self.seconds),
-            per_token=tuple(factor * each for each in self.per_token),
-        )
-
     @property
     def is_stepped(self) -> bool:
         return self.stepped_to >= self.rows[-1]
@@ -359,10 +352,8 @@ class ProfiledCost:
     """
 
     def __init__(self, profile: Profile) -> None:
-        self._target_factor = self._draft_factor = 1.0
-        self._beside_factors: dict[
-            tuple[int, bool], float
-        ] = {}  # of both at once, by split and whether there are branches
+        # of both at once, by split and whether there are branches
+        self._beside_factors: dict[tuple[int, bool], float] = {}
         self._host = profile.host
         self.adopt(profile)
 

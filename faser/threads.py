@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
+from statistics import fmean, stdev
 
 # libgomp spins 300,000 times (about 3 ms) before a thread sleeps, LLVM's and Intel's runtimes 200 ms. A tenth of that
 # costs nothing on an idle machine; no spinning at all costs 15 to 30 % there (docs/lab.md).
@@ -223,11 +224,9 @@ class _Trial:
     @property
     def gain(self) -> float:
         """Mean log of the present count's seconds over the other's."""
-        return sum(self._gains) / len(self._gains)
+        return fmean(self._gains)
 
     @property
     def _error(self) -> float:
         """Standard error of the mean; never taken to be below a hundredth."""
-        mean, count = self.gain, len(self._gains)
-        variance = sum((gain - mean) ** 2 for gain in self._gains) / (count - 1)
-        return max(0.01, math.sqrt(variance / count))
+        return max(0.01, stdev(self._gains) / math.sqrt(len(self._gains)))

@@ -8,6 +8,7 @@ and without drafts take turns, and the faster way goes on until they are compare
 from __future__ import annotations
 
 import math
+from statistics import fmean, stdev
 
 from faser.policy.base import Outcome
 
@@ -58,7 +59,10 @@ class MeasuredGain:
 
     def _comparison(self, num_requests: int) -> _Comparison:
         """Batches of 1, of 2 and 3, of 4 to 7 requests, and so on."""
-        return self._sizes.setdefault(num_requests.bit_length(), _Comparison())
+        key = num_requests.bit_length()
+        if key not in self._sizes:
+            self._sizes[key] = _Comparison()
+        return self._sizes[key]
 
 
 class _Comparison:
@@ -118,15 +122,14 @@ class _Comparison:
             self._new_block(self.allows)  # with without without with
 
     def _is_decided(self) -> bool:
-        count = len(self._gains)
-        mean = sum(self._gains) / count
+        count, mean = len(self._gains), fmean(self._gains)
         if count < MIN_PAIRS:
             return not self._is_first and (mean > CLEAR if self._pays else mean < -CLEAR)
-        variance = sum((gain - mean) ** 2 for gain in self._gains) / (count - 1)
-        return count >= MAX_PAIRS or abs(mean) > CERTAIN * max(LEAST_ERROR, math.sqrt(variance / count))
+        error = stdev(self._gains) / math.sqrt(count)
+        return count >= MAX_PAIRS or abs(mean) > CERTAIN * max(LEAST_ERROR, error)
 
     def _conclude(self) -> None:
-        mean = sum(self._gains) / len(self._gains)
+        mean = fmean(self._gains)
         lost = len(self._gains) * (1 + BLOCK_STEPS) * (1 - math.exp(-abs(mean)))  # steps' worth of the faster way
         self._pays = self.allows = mean > 0
         self._is_first = False

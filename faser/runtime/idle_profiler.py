@@ -13,18 +13,7 @@ from time import perf_counter
 from typing import Any
 
 from faser.profile import Profile, ProfiledCost
-from faser.runtime.profiler import (
-    Batch,
-    Measured,
-    Samples,
-    Steps,
-    Subject,
-    catch_up_batches,
-    decoding_batches,
-    errors_of,
-    held_out_batches,
-    prompt_batches,
-)
+from faser.runtime.profiler import Batch, Measured, Samples, Steps, Subject, all_batches, errors_of
 from faser.scheduler import Scheduler
 
 log = logging.getLogger("faser.engine")
@@ -52,10 +41,7 @@ class IdleProfiler:
         self._about = about
         self._keep = keep
         self._steps = Steps(subject, clock)
-        makers = (decoding_batches, prompt_batches, catch_up_batches, held_out_batches)
-        *batches, self._held_out = (
-            [batch for batch in make(subject) if subject.has_room_for(batch)] for make in makers
-        )
+        *batches, self._held_out = all_batches(subject)
         self._batches = [batch for several in batches for batch in several]
         self._lacks_pages = False
         self._moments = self._work()

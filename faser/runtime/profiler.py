@@ -206,6 +206,12 @@ def _lengths(subject: Subject, num_requests: int) -> list[int]:
     return lengths if subject.how.graph_rows or num_requests == 1 or not subject.longest else lengths[:-1]
 
 
+def all_batches(subject: Subject) -> list[list[Batch]]:
+    """Those that decode, have prompts, catch up and are held out, as far as a step has room for them."""
+    makers = (decoding_batches, prompt_batches, catch_up_batches, held_out_batches)
+    return [[batch for batch in make(subject) if subject.has_room_for(batch)] for make in makers]
+
+
 def quick_batches(subject: Subject) -> list[Batch]:
     """One request and a few, with drafts and without; then a prompt. What matters most comes first."""
     few = min(QUICK_REQUESTS, subject.limits.max_running)
@@ -344,9 +350,7 @@ class Steps:
 
     def run(self, batch: Batch, repeats: int) -> Measured:
         """A batch, once to warm up and then so many times. The fastest counts: all that disturbs makes it slower."""
-        pages = self._pages(batch)
-        has_draft = self._subject.has_draft_model
-        first = replace(self.plan(batch), target_pages=pages, draft_pages=pages if has_draft else NO_WRITES)
+        first = self._plan_with_pages(batch)
         if self._is_first:
             first = replace(first, admitted=self.admissions(self._subject.limits.max_running))
             self._is_first = False
@@ -372,11 +376,7 @@ class Steps:
     def release(self) -> None:
         """Give all slots back. No step is without requests, so that one that is given back takes part."""
         slots = tuple(range(self._subject.limits.max_running))
-        batch = _alike(1, 0, 1)
-        pages = self._pages(batch)
-        draft_pages = pages if self._subject.has_draft_model else NO_WRITES
-        plan = replace(self.plan(batch), released=slots, target_pages=pages, draft_pages=draft_pages)
-        self._subject.executor.execute(plan)
+        self._subject.executor.execute(replace(self._plan_with_pages(_alike(1, 0, 1)), released=slots))
 
     def _execute(self, plans: Sequence[StepPlan]) -> Iterator[StepResult]:
         """As the engine does: where it can be, the next step is under way before this one's result is asked for."""
@@ -422,6 +422,11 @@ class Steps:
             waits=batch.waits,
         )
 
+    def _plan_with_pages(self, batch: Batch) -> StepPlan:
+        pages = self._pages(batch)
+        draft_pages = pages if self._subject.has_draft_model else NO_WRITES
+        return replace(self.plan(batch), target_pages=pages, draft_pages=draft_pages)
+
     def _pages(self, batch: Batch) -> PageWrites:
         """One request behind the other: a CPU hands out memory as pages are touched, and should hand out little."""
         counts = -(-(batch.num_tokens + (1 + batch.overlaps) * batch.lengths) // self._subject.page_size)
@@ -455,10 +460,7 @@ class _Rounds:
         self._aside = 0.0  # seconds that do not count
         self._steps = Steps(subject, clock)
         self._expected = ProfiledCost(subject.assumed) if subject.assumed is not None else None
-        kinds = (decoding_batches, prompt_batches, catch_up_batches, held_out_batches)
-        self._decoding, *self._mixed, self._held_out = (
-            [batch for batch in make(subject) if subject.has_room_for(batch)] for make in kinds
-        )
+        self._decoding, *self._mixed, self._held_out = all_batches(subject)
 
     def profile(self, about: Mapping[str, Any]) -> Profile:
         self._warm_up()
