@@ -14,8 +14,10 @@ import math
 import os
 import sys
 from collections.abc import Callable, MutableMapping
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, stdev
+from time import monotonic
 
 # libgomp spins 300,000 times (about 3 ms) before a thread sleeps, LLVM's and Intel's runtimes 200 ms. A tenth of that
 # costs nothing on an idle machine; no spinning at all costs 15 to 30 % there (docs/lab.md).
@@ -73,9 +75,45 @@ CERTAIN = 2.0  # standard errors
 FREE_ROWS = 8  # a forward reads all weights, however few rows it has: as much work as this many rows
 CHANGED = 1.4  # a forward this many times slower or faster than usual says that the machine has changed
 CHANGED_STEPS = 4  # in a row
+LONG_SECONDS = 0.1  # a forward this long holds many time slices of the scheduler: its seconds are hardly chance
+CHANGED_LONG_STEPS = 2  # of those
+CLEAR_GAIN = 0.4  # of log seconds, after which one pair of long forwards decides a trial
+MANY_ROWS = 32  # arithmetic, not memory, takes most of such a forward: more threads help unless others hold the cores
+PROBE_SECONDS = 0.2  # between two looks at the scheduler's figures
+CROWDED, QUIET = 0.12, 0.03  # share of their time that threads wait for a core: others hold the cores, or nobody does
 FIRST_WAIT, LAST_WAIT = 64, 4096  # steps between two trials; doubles while they change nothing
 FADING = 0.9  # of what is usual for a number of rows
 LARGE_GAIN = 0.2  # of log seconds: a machine that changed has changed for forwards of all sizes
+
+
+class CoreWaits:
+    """How long this process's threads wait for a core, by the figures of Linux's scheduler."""
+
+    def __init__(self, tasks: Path = Path("/proc/self/task"), clock: Callable[[], float] = monotonic) -> None:
+        self._tasks, self._clock = tasks, clock
+        self._read_at = -math.inf
+        self._ran, self._waited = 0, 0  # nanoseconds, of all threads
+
+    def share(self) -> float | None:
+        """Waiting as a share of waiting and running since the last call that gave one; None when that was just now.
+
+        None, too, where the system does not say.
+        """
+        now = self._clock()
+        if now - self._read_at < PROBE_SECONDS:
+            return None
+        self._read_at, before = now, (self._ran, self._waited)
+        self._ran, self._waited = self._read()
+        ran, waited = self._ran - before[0], self._waited - before[1]
+        return waited / (ran + waited) if before[0] and ran > 0 and waited >= 0 else None
+
+    def _read(self) -> tuple[int, int]:
+        ran = waited = 0
+        for path in self._tasks.glob("*/schedstat"):
+            with suppress(OSError, ValueError):  # a thread that has just ended
+                ran_of_it, waited_of_it, _ = map(int, path.read_text().split())
+                ran, waited = ran + ran_of_it, waited + waited_of_it
+        return ran, waited
 
 
 class ThreadTuner:
@@ -83,12 +121,17 @@ class ThreadTuner:
 
     A trial compares the present count with another in the order A B B A until one is surely faster. The first trial
     comes soon after the start, further ones ever more rarely, and one at once when forwards become much slower or
-    faster than usual. `most` threads come first; fewer are tried by halves.
+    faster than usual or when threads begin to wait for a core. `most` threads come first; fewer are tried by halves.
+    Where no thread waits for a core, forwards of many rows keep all threads.
     """
 
-    def __init__(self, most: int, set_threads: Callable[[int], None]) -> None:
+    def __init__(
+        self, most: int, set_threads: Callable[[int], None], core_waits: Callable[[], float | None] | None = None
+    ) -> None:
         self._most = most
         self._set_threads = set_threads
+        self._core_waits = core_waits or CoreWaits().share
+        self._is_crowded: bool | None = None  # whether others hold the cores; None: not known
         self._current = most  # what was set last
         self._sizes: dict[int, _SizeTuner] = {}
 
@@ -98,7 +141,8 @@ class ThreadTuner:
 
     def begin(self, num_rows: int) -> None:
         """Before a forward."""
-        wanted = self._size(num_rows).next_threads()
+        size = self._size(num_rows)
+        wanted = size.next_threads(may_try=num_rows < MANY_ROWS or self._is_crowded is not False)
         if wanted != self._current:
             self._set_threads(wanted)
             self._current = wanted
@@ -108,7 +152,8 @@ class ThreadTuner:
         if self._most == 1 or seconds <= 0:
             return
         size = self._size(num_rows)
-        if size.add(num_rows, seconds / (num_rows + FREE_ROWS)):
+        has_changed = size.add(num_rows, seconds / (num_rows + FREE_ROWS), is_long=seconds >= LONG_SECONDS)
+        if self._became_crowded() or has_changed:
             for each in self._sizes.values():
                 each.try_soon(after_change=True)
         elif size.took_large_gain:
@@ -117,19 +162,30 @@ class ThreadTuner:
                 if each is not size:
                     each.follow(size.num_threads)
 
+    def _became_crowded(self) -> bool:
+        """Whether threads have begun to wait for cores. Seen with all threads alone: fewer may all find a core."""
+        share = self._core_waits() if self._current == self._most else None
+        was = self._is_crowded
+        if share is not None and (share > CROWDED or share < QUIET):
+            self._is_crowded = share > CROWDED
+        return bool(self._is_crowded) and not was
+
     def _size(self, num_rows: int) -> _SizeTuner:
-        """Forwards of 1 row, of 2 to 7, of 8 to 31, and so on."""
+        """Forwards of 1 row, of 2 to 7, of 8 to 31, and so on. A new one begins like its neighbour if crowded."""
         key = num_rows.bit_length() // 2
         if key not in self._sizes:
-            self._sizes[key] = _SizeTuner(self._most)
+            begins_with = self._most
+            if self._is_crowded and self._sizes:
+                begins_with = self._sizes[min(self._sizes, key=lambda known: abs(known - key))].num_threads
+            self._sizes[key] = _SizeTuner(self._most, begins_with)
         return self._sizes[key]
 
 
 class _SizeTuner:
     """The threads of forwards of one size. Their pace is the seconds of a row."""
 
-    def __init__(self, most: int) -> None:
-        self.num_threads = most
+    def __init__(self, most: int, num_threads: int) -> None:
+        self.num_threads = num_threads
         self._most = most
         self._trial: _Trial | None = None
         self._wait, self._steps_left = FIRST_WAIT, FIRST_WAIT // 8
@@ -139,17 +195,22 @@ class _SizeTuner:
         self._after_change = False  # the next trial follows a change of the machine
         self.took_large_gain = False  # and brought much
 
-    def next_threads(self) -> int:
-        if self._trial is None and self._steps_left <= 0 and self._most > 1:
+    def next_threads(self, may_try: bool) -> int:
+        if (
+            self._trial is None
+            and self._steps_left <= 0
+            and self._most > 1
+            and (may_try or self.num_threads < self._most)
+        ):
             self._trial = _Trial(self._other_count())
         return self._trial.other if self._trial is not None and self._trial.runs_other else self.num_threads
 
-    def add(self, num_rows: int, pace: float) -> bool:
+    def add(self, num_rows: int, pace: float, is_long: bool) -> bool:
         """Take in a forward; whether the machine has changed."""
         if self._trial is None:
             self._steps_left -= 1
-            return self._has_changed(num_rows, pace)
-        self._trial.add(pace)
+            return self._has_changed(num_rows, pace, CHANGED_LONG_STEPS if is_long else CHANGED_STEPS)
+        self._trial.add(pace, is_long)
         if self._trial.is_over:
             self._conclude(self._trial)
         return False
@@ -181,7 +242,7 @@ class _SizeTuner:
             return fewer
         return more if self.num_threads == 1 or not self._tries_fewer else fewer
 
-    def _has_changed(self, num_rows: int, pace: float) -> bool:
+    def _has_changed(self, num_rows: int, pace: float, num_steps: int) -> bool:
         """Whether several forwards in a row were far from what is usual for their rows."""
         usual = self._usual.get(num_rows, pace)
         if 1 / CHANGED < pace / usual < CHANGED:
@@ -189,30 +250,37 @@ class _SizeTuner:
             self._usual[num_rows] = FADING * usual + (1 - FADING) * pace
         else:  # once, it is a pause of the process and no new speed
             self._num_changed += 1
-        return self._num_changed >= CHANGED_STEPS
+        return self._num_changed >= num_steps
 
 
 class _Trial:
-    """Another count of threads against the present one, in rounds of A B B A."""
+    """Another count of threads against the present one, in rounds of A B B A; a clear first pair can be enough."""
 
     def __init__(self, other: int) -> None:
         self.other = other
         self._paces: list[float] = []  # of the round
         self._gains: list[float] = []  # log of A over B, of each round
+        self._is_clear = False
 
     @property
     def runs_other(self) -> bool:
         return PATTERN[len(self._paces)]
 
-    def add(self, pace: float) -> None:
+    def add(self, pace: float, is_long: bool) -> None:
         self._paces.append(pace)
-        if len(self._paces) == len(PATTERN):
+        if is_long and len(self._paces) == 2 and not self._gains:
+            first_gain = math.log(self._paces[0] / self._paces[1])
+            if abs(first_gain) > CLEAR_GAIN:
+                self._gains, self._is_clear = [first_gain], True
+        elif len(self._paces) == len(PATTERN):
             a, b, c, d = self._paces
             self._gains.append(math.log((a + d) / (b + c)))
             self._paces = []
 
     @property
     def is_over(self) -> bool:
+        if self._is_clear:
+            return True
         if self._paces or len(self._gains) < MIN_ROUNDS:
             return False
         return len(self._gains) >= MAX_ROUNDS or abs(self.gain - MIN_GAIN) > CERTAIN * self._error

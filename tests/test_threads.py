@@ -2,7 +2,7 @@
 
 import pytest
 
-from faser.threads import ThreadTuner, available_cpus, prepare_openmp
+from faser.threads import CoreWaits, ThreadTuner, available_cpus, prepare_openmp
 
 
 class Machine:
@@ -12,7 +12,8 @@ class Machine:
         self.seconds = seconds_by_threads
         self.threads = most
         self.counts = []
-        self.tuner = ThreadTuner(most, self.set_threads)
+        self.waits = None  # the share of their time that threads wait for a core
+        self.tuner = ThreadTuner(most, self.set_threads, lambda: self.waits)
 
     def set_threads(self, count):
         self.threads = count
@@ -120,6 +121,60 @@ def test_a_single_slow_step_starts_no_trial():
     machine.seconds = {2: 1.0, 1: 1.6}
     machine.run(20)
     assert machine.counts.count(1) == before
+
+
+def test_long_forwards_of_a_busy_machine_are_decided_by_one_pair():
+    machine = Machine({2: 0.5, 1: 0.8}, most=2)
+    machine.run(300)
+    machine.waits, machine.seconds = 0.4, {2: 2.0, 1: 1.2}
+    machine.run(3)  # one tells, two are compared
+    assert machine.tuner.num_threads(1) == 1
+
+
+def test_a_short_forward_decides_nothing_alone():
+    machine = Machine({2: 0.010, 1: 0.016}, most=2)
+    machine.run(300)
+    machine.waits, machine.seconds = 0.4, {2: 0.040, 1: 0.024}
+    machine.run(3)
+    assert machine.tuner.num_threads(1) == 2
+    machine.run(20)
+    assert machine.tuner.num_threads(1) == 1
+
+
+def test_forwards_of_many_rows_keep_all_threads_while_nobody_waits_for_a_core():
+    machine = Machine({2: 1.0, 1: 1.9}, most=2)
+    machine.waits = 0.0
+    machine.run(500, rows=256)
+    assert set(machine.counts) == {2}
+    machine.waits, machine.seconds = 0.5, {2: 4.0, 1: 2.4}
+    machine.run(4, rows=256)
+    assert machine.tuner.num_threads(256) == 1
+
+
+def test_a_new_size_begins_like_its_neighbour_on_a_crowded_machine():
+    machine = Machine({2: 4.0, 1: 2.4}, most=2)
+    machine.waits = 0.5
+    machine.run(20, rows=8)
+    assert machine.tuner.num_threads(8) == 1
+    assert machine.tuner.num_threads(600) == 1
+
+
+def test_waiting_for_a_core_is_read_from_the_scheduler(tmp_path):
+    now = 0.0
+
+    def write(ran, waited):
+        for task in ("11", "12"):
+            (tmp_path / task).mkdir(exist_ok=True)
+            (tmp_path / task / "schedstat").write_text(f"{ran} {waited} 5\n")
+
+    waits = CoreWaits(tmp_path, lambda: now)
+    write(1000, 0)
+    assert waits.share() is None  # nothing to compare with
+    now = 1.0
+    write(1600, 400)
+    assert waits.share() == pytest.approx(0.4)
+    assert waits.share() is None  # that was just now
+    assert CoreWaits(tmp_path / "none", lambda: now).share() is None
 
 
 def test_one_thread_is_left_alone():
