@@ -26,14 +26,14 @@ import numpy as np
 import torch
 
 from benchmarks.h200_report import step_floor_ms
+from faser.build import build_engine
 from faser.config import EngineOptions
-from faser.engine import Engine
+from faser.engine.engine import Engine
 from faser.models.config import ModelConfig
 from faser.models.transformer import Transformer
 from faser.policy import Fixed
-from faser.runtime.build import build_engine
+from faser.request import Request, SamplingParams
 from faser.runtime.device import make_device
-from faser.types import Request, SamplingParams
 from tools.inflate import SHAPES
 
 VOCABULARY = 49152

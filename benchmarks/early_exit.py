@@ -23,10 +23,10 @@ from dataclasses import asdict, dataclass
 
 from benchmarks.h200_policies import Bench, open_bench, parse_args, prepare, status_of
 from benchmarks.h200_trace import write_whole
-from faser.engine import Engine
+from faser.cost.profile import ProfiledCost
+from faser.engine.engine import Engine
 from faser.policy import make_policy
 from faser.policy.early_exit import EarlyExit
-from faser.profile import ProfiledCost
 from faser.runtime.device import make_device
 
 DEFAULTS = ["--policies", "fixed:4,fixed:6,faser", "--concurrency", "32,64,128,256", "--ablation", ""]

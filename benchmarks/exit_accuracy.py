@@ -28,13 +28,13 @@ import torch
 
 from benchmarks.cpu_speculation import chat_prompts
 from faser import LLM, SamplingParams
+from faser.arrays import FloatArray, IntArray
+from faser.build import load_pair
 from faser.config import EngineOptions
 from faser.models.transformer import Transformer
-from faser.runtime.batch import Rows
-from faser.runtime.build import load_pair
-from faser.runtime.cpu import CpuAttention
+from faser.runtime.cpu.attention import CpuAttention
+from faser.runtime.cpu.rows import Rows
 from faser.runtime.kv_cache import KVCache
-from faser.types import FloatArray, IntArray
 
 PROMPTS = "faser/bench/data/specbench.jsonl.xz"
 PAGE = 16

@@ -372,8 +372,8 @@ class FaserPlayer:
     def __init__(self, args: argparse.Namespace, length: int, kv_memory: int | None = None) -> None:
         """With graphs of one length, and with the draft if that is not 0."""
         started = time.perf_counter()
+        from faser.build import build_engine, load_pair
         from faser.config import EngineOptions
-        from faser.runtime.build import build_engine, load_pair
 
         imported = time.perf_counter()
         options = EngineOptions(
@@ -430,7 +430,7 @@ def played_of(seen: list[Seen], steps: Sequence[tuple[float, list[Any], Any]]) -
 
 
 def make_requests(prompts: Sequence[Prompt], output: int) -> list[Any]:
-    from faser.types import Request, SamplingParams
+    from faser.request import Request, SamplingParams
 
     params = SamplingParams(max_tokens=output, ignore_eos=True)
     return [

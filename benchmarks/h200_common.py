@@ -29,7 +29,7 @@ from benchmarks.h200_report import Figures, describe, read_journal, rounded
 
 if TYPE_CHECKING:
     from faser.models.transformer import Transformer
-    from faser.text import Tokenizer
+    from faser.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAFT = ROOT / "faser" / "drafts" / "smollm2-135m-16.gguf"

@@ -42,7 +42,7 @@ from faser.bench.results import run_document
 from faser.bench.summary import group_runs
 from faser.bench.table import render
 from faser.bench.workload import Load, WorkloadOptions, make_workload
-from faser.engine import Engine
+from faser.engine.engine import Engine
 from faser.policy import Policy, make_policy
 
 POLICIES = "off,fixed:1..5,table,goodput,ema,adaspec,tetris,nightjar,faser-gp,faser"

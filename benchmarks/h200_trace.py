@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from faser.bench.summary import Slo
     from faser.bench.systems import Loaded, PolicySystem
     from faser.bench.workload import Vocabulary, WorkloadOptions
-    from faser.engine import Engine
+    from faser.engine.engine import Engine
 
 DEFAULTS: dict[str, Any] = {
     "policies": ("off", "fixed:2", "fixed:4"), "vllm_lengths": (0, 2), "loads": (0.2, 0.5, 0.8, 1.1, 1.5),

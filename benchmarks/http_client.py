@@ -61,7 +61,8 @@ def read_texts() -> list[str]:
 _WITH_FACTORY = """
 import sys
 from dataclasses import replace
-from faser import arguments, cli
+from faser.cli import arguments
+from faser.cli import main as cli
 from faser.server.run import serve
 options = arguments.server_options(cli.make_parser().parse_args(["serve", *sys.argv[2:]]))
 sys.exit(serve(replace(options, engine_factory=sys.argv[1])))
@@ -72,7 +73,7 @@ class Server:
     """`faser serve` on a free port, from its announcement to its end. What it writes goes to a file."""
 
     def __init__(self, *flags: str, factory: str | None = None, environment: dict[str, str] | None = None) -> None:
-        start = ["-m", "faser.cli", "serve"] if factory is None else ["-c", _WITH_FACTORY, factory]
+        start = ["-m", "faser.cli.main", "serve"] if factory is None else ["-c", _WITH_FACTORY, factory]
         self._log = tempfile.NamedTemporaryFile("w+", prefix="faser-server-", suffix=".log")  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, *start, "--port", "0", *flags],

@@ -35,12 +35,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from faser.build import Draft, build_engine, load_pair
 from faser.config import EngineOptions
-from faser.engine import Engine
+from faser.engine.engine import Engine
 from faser.models.config import ModelConfig
 from faser.models.transformer import Transformer
-from faser.runtime.build import Draft, build_engine, load_pair
-from faser.types import Request, SamplingParams
+from faser.request import Request, SamplingParams
 from tools.inflate import SHAPES, Shape
 
 HAS_BOUND = any(each.name == "max_step_ms" for each in fields(EngineOptions))

@@ -27,7 +27,7 @@ from faser.bench.prompts import SHIPPED  # noqa: E402
 from faser.bench.traces import open_text  # noqa: E402
 from faser.llm import LLM  # noqa: E402
 from faser.policy import Policy, make_policy  # noqa: E402
-from faser.types import SamplingParams  # noqa: E402
+from faser.request import SamplingParams  # noqa: E402
 
 OUTPUT_TOKENS = 32
 MAX_PROMPT_TOKENS = 96

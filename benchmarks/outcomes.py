@@ -16,11 +16,11 @@ import argparse
 import json
 
 from benchmarks.cpu_speculation import chat_prompts
+from faser.build import build_engine, load_pair
 from faser.config import EngineOptions
 from faser.policy import Fixed
 from faser.policy.overlap import Overlap
-from faser.runtime.build import build_engine, load_pair
-from faser.types import Request, SamplingParams
+from faser.request import Request, SamplingParams
 
 PROMPTS = "faser/bench/data/specbench.jsonl.xz"
 

@@ -39,18 +39,19 @@ import numpy as np
 
 from benchmarks.cuda_steps import make_model, run_batch
 from benchmarks.h200_common import DRAFT, inflated_pair
+from faser.arrays import IntArray
 from faser.bench.systems import load_vocabulary
 from faser.bench.workload import Load, WorkloadOptions, make_workload
+from faser.build import build_engine
 from faser.config import EngineOptions
-from faser.engine import Engine
+from faser.cost.profile import Beside, ProfiledCost
+from faser.engine.engine import Engine
 from faser.models.config import ModelConfig
 from faser.models.transformer import Transformer
 from faser.policy import BatchView, Fixed, Policy, make_policy
 from faser.policy.overlap import Chunks, Overlap, lead_speed, plain_speed, ride_speed, worthwhile
-from faser.profile import Beside, ProfiledCost
-from faser.runtime.build import build_engine
 from faser.runtime.device import make_device
-from faser.types import MOST_DRAFT_ROWS, IntArray
+from faser.step import MOST_DRAFT_ROWS
 from tools.inflate import SHAPES
 
 PROMPT = 128

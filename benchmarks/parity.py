@@ -40,15 +40,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from faser.build import LoadedPair, build_engine, load_pair
 from faser.config import EngineOptions
-from faser.engine import Engine
+from faser.engine.engine import Engine
 from faser.models.source import DEFAULT_DRAFT, default_target
 from faser.models.transformer import Transformer
 from faser.policy import Fixed
-from faser.runtime.build import LoadedPair, build_engine, load_pair
+from faser.request import Request, SamplingParams
 from faser.runtime.sampling import gumbel
-from faser.text import Tokenizer
-from faser.types import Request, SamplingParams
+from faser.text.tokenizer import Tokenizer
 from tools.distill import chat_prompt, hidden_of, read_jsonl
 
 LENGTH = 4

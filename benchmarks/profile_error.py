@@ -15,9 +15,9 @@ import json
 import time
 
 from benchmarks.cuda_steps import make_model
+from faser.build import LoadedPair, measure_profile
+from faser.cli.profile import AIM, render
 from faser.config import EngineOptions
-from faser.profile_command import AIM, render
-from faser.runtime.build import LoadedPair, measure_profile
 from tools.inflate import SHAPES
 
 MOST_SECONDS = 20.0

@@ -158,10 +158,10 @@ def tiny_config() -> Any:
 
 def serve(target: Any, draft: Any, length: int, device: str, overlaps: bool) -> int:
     """More requests than run at once, and too few pages for those. The number of preemptions."""
+    from faser.build import build_engine
     from faser.config import EngineOptions
     from faser.policy.overlap import Overlap
-    from faser.runtime.build import build_engine
-    from faser.types import Request, SamplingParams
+    from faser.request import Request, SamplingParams
 
     options = EngineOptions(
         policy=f"fixed:{length}", device=device, max_running=5, max_batch_tokens=64 if overlaps else 24,

@@ -18,11 +18,13 @@ import time
 
 import numpy as np
 
-from faser.pages import PagePool
+from faser.arrays import IntArray
+from faser.engine.pages import PagePool
+from faser.engine.prompt_pace import GPU, StepPace
+from faser.engine.scheduler import Limits, Scheduler
 from faser.policy import BatchView
-from faser.prompt_pace import GPU, StepPace
-from faser.scheduler import Limits, Scheduler
-from faser.types import IntArray, Request, SamplingParams, StepPlan, StepResult, StepSeconds
+from faser.request import Request, SamplingParams
+from faser.step import StepPlan, StepResult, StepSeconds
 
 STEP = StepSeconds(draft=0.002, verify=0.008)  # what the pace is told
 PROMPT, PAGE_SIZE, MAX_MODEL_LEN = 128, 16, 8192

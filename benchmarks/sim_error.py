@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.h200_policies import REQUESTS
-from faser.cli import main as faser
+from faser.cli.main import main as faser
 
 AIM = 0.10
 FIGURES = ("latency_per_token_mean", "output_tokens_per_s")

@@ -20,10 +20,10 @@ import tempfile
 from dataclasses import replace
 from time import perf_counter
 
+from faser.build import build_engine
 from faser.config import EngineOptions
-from faser.engine import Engine
+from faser.engine.engine import Engine
 from faser.models.transformer import Transformer
-from faser.runtime.build import build_engine
 from faser.runtime.device import make_device
 
 KV_BYTES = 8 * 2**30

@@ -13,15 +13,16 @@ import time
 import numpy as np
 
 from benchmarks.http_client import SENTENCES, STUB_STEP_SECONDS
+from faser.arrays import IntArray
 from faser.config import EngineOptions
-from faser.engine import Engine
+from faser.engine.engine import Engine
+from faser.engine.pages import PagePool
+from faser.engine.scheduler import Limits, Scheduler
 from faser.models.source import open_target
-from faser.pages import PagePool
 from faser.policy import make_policy
-from faser.scheduler import Limits, Scheduler
 from faser.server.messages import About, Start
 from faser.server.worker import Served
-from faser.types import IntArray, StepPlan, StepResult
+from faser.step import StepPlan, StepResult
 
 MAX_MODEL_LEN = 2048
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from faser.llm import LLM
-    from faser.types import FinishReason, RequestOutput, SamplingParams, Stats, TokenLogprobs
+    from faser.request import FinishReason, RequestOutput, SamplingParams, Stats, TokenLogprobs
 
 __all__ = ["LLM", "FinishReason", "RequestOutput", "SamplingParams", "Stats", "TokenLogprobs"]
 
@@ -21,4 +21,4 @@ def __getattr__(name: str) -> object:
 
         prepare_openmp()  # before torch loads
         return import_module("faser.llm").LLM
-    return getattr(import_module("faser.types"), name)
+    return getattr(import_module("faser.request"), name)

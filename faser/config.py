@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
-from faser import generation
 from faser.errors import ConfigError
 from faser.models import config as model_config
+from faser.models import generation
 from faser.policy import Policy, make_policy
 from faser.policy.early_exit import MODES as EARLY_EXIT
 from faser.policy.overlap import MODES as OVERLAP

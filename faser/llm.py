@@ -13,21 +13,17 @@ from functools import cached_property
 from threading import Lock, get_ident
 from typing import Any
 
-from faser import generation
-from faser.chat import ChatTemplate, Message
+from faser.build import build_engine, load_pair
 from faser.config import EngineOptions
-from faser.engine import Engine
+from faser.engine.engine import Engine
+from faser.engine.stats import EngineStats
 from faser.errors import EngineError, FaserError, InvalidRequest
-from faser.grammar import GrammarCompiler, shared_compiler
+from faser.models import generation
 from faser.models.source import open_target, recommended_sampling
 from faser.models.transformer import Transformer
 from faser.policy import Policy
 from faser.progress import progress_bar
-from faser.runtime.build import build_engine, load_pair
-from faser.stats import EngineStats
-from faser.stream import ChunkStream
-from faser.text import StopChecker, Tokenizer
-from faser.types import (
+from faser.request import (
     Chunk,
     Finish,
     FinishReason,
@@ -38,6 +34,10 @@ from faser.types import (
     SamplingParams,
     TokenLogprobs,
 )
+from faser.text.chat import ChatTemplate, Message
+from faser.text.grammar import GrammarCompiler, shared_compiler
+from faser.text.stream import ChunkStream
+from faser.text.tokenizer import StopChecker, Tokenizer
 
 Prompt = str | Sequence[int]
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from threading import Event, Thread
 from time import monotonic
 
-log = logging.getLogger("faser.engine")
+log = logging.getLogger("faser.engine.engine")
 
 LONG_SECONDS = 1.0  # work that ends sooner is not logged
 REPEAT_SECONDS = 10.0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from faser.types import StepPlan, StepResult
+from faser.step import StepPlan, StepResult
 
 
 class Ahead:

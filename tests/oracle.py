@@ -13,23 +13,15 @@ from dataclasses import fields
 
 import numpy as np
 
-from faser.pages import PagePool
+from faser.arrays import IntArray
+from faser.engine.pages import PagePool
+from faser.engine.prompt_pace import StepPace
+from faser.engine.scheduler import Limits, Scheduler
 from faser.policy import BatchView, Policy
 from faser.policy.overlap import Chunks, Overlap
 from faser.policy.stopping import Stopping
-from faser.prompt_pace import StepPace
-from faser.scheduler import Limits, Scheduler
-from faser.types import (
-    IntArray,
-    PageWrites,
-    Progress,
-    Request,
-    SamplingParams,
-    Settling,
-    StepPlan,
-    StepResult,
-    StepSeconds,
-)
+from faser.request import Progress, Request, SamplingParams
+from faser.step import PageWrites, Settling, StepPlan, StepResult, StepSeconds
 
 VOCABULARY = 5
 SEED = 7

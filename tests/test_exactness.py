@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from faser.build import Draft, build_engine
 from faser.config import EngineOptions
-from faser.engine import Engine
+from faser.engine.engine import Engine
 from faser.models.transformer import Transformer
 from faser.policy import Fixed
-from faser.runtime.build import Draft, build_engine
-from faser.types import FinishReason, Request, SamplingParams, Stats
+from faser.request import FinishReason, Request, SamplingParams, Stats
 from tests.oracle import RandomLengths, RandomStops
 from tests.tiny import CONFIGS, VOCABULARY, make_draft, make_model
 

@@ -6,11 +6,12 @@ import sys
 import pytest
 
 FREE = [
-    "faser", "faser.types", "faser.errors", "faser.pages", "faser.scheduler", "faser.engine", "faser.stats",
-    "faser.policy", "faser.config", "faser.cli", "faser.text", "faser.ngram", "faser.progress", "faser.models.config",
-    "faser.chat", "faser.stream", "faser.arguments", "faser.terminal", "faser.profile", "faser.profile_command",
-    "faser.grammar", "faser.bench.command", "faser.bench.remote", "faser.bench.systems", "faser.bench.report",
-    "faser.sim.command", "faser.generation",
+    "faser", "faser.request", "faser.step", "faser.arrays", "faser.errors", "faser.engine.pages",
+    "faser.engine.scheduler", "faser.engine.engine", "faser.engine.stats", "faser.policy", "faser.config",
+    "faser.cli.main", "faser.text.tokenizer", "faser.runtime.ngram", "faser.progress", "faser.models.config",
+    "faser.text.chat", "faser.text.stream", "faser.cli.arguments", "faser.cli.terminal", "faser.cost.profile",
+    "faser.cli.profile", "faser.text.grammar", "faser.bench.command", "faser.bench.remote", "faser.bench.systems",
+    "faser.bench.report", "faser.sim.command", "faser.models.generation",
 ]  # fmt: skip
 
 BLOCK = """
@@ -52,7 +53,7 @@ def test_the_wall_works():
     ],
 )
 def test_help_needs_no_library_at_all(command, says):
-    code = f"import faser.cli; faser.cli.main({[*command, '--help']!r})"
+    code = f"import faser.cli.main; faser.cli.main.main({[*command, '--help']!r})"
     libraries = ("jinja2", "shtab", "starlette", "uvicorn", "msgspec", "llguidance", "prometheus_client")
     done = run(code, ("torch", "numpy", "tokenizers", "rich", "safetensors", "huggingface_hub", "gguf", *libraries))
     assert done.returncode == 0, done.stderr

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from faser import LLM, FinishReason, SamplingParams
-from faser.chat import ChatTemplate
 from faser.errors import ConfigError, EngineError, InvalidRequest, ModelError, RequestTooLong, UnsupportedModel
+from faser.text.chat import ChatTemplate
 from tests.checkpoint import TEXT, write_tokenizer
 from tests.models.reference import save_hf
 from tests.models.test_logits import CASES
@@ -261,7 +261,7 @@ def test_a_stream_joined_is_what_generate_returns(folder, draft):
 
 
 def test_a_stream_says_which_text_was_drafted():
-    from faser.text import Tokenizer
+    from faser.text.tokenizer import Tokenizer
 
     target = make_model()
     prompt, params = [5, 6, 7] * 5, SamplingParams(max_tokens=30, ignore_eos=True)

@@ -32,7 +32,7 @@ from faser.models.config import ModelConfig
 from faser.models.draft import BLOCK, MATRICES, QUANT_TYPES, Patch, apply_patch, read_patch, ternary, write_patch
 from faser.models.layers import rotate
 from faser.models.transformer import Transformer
-from faser.text import Tokenizer
+from faser.text.tokenizer import Tokenizer
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 OPENINGS = (

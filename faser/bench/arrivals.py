@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from faser.arrays import FloatArray
 from faser.errors import ConfigError
-from faser.types import FloatArray
 
 EXPECTED = (
     "poisson:RATE, gamma:RATE:SHAPE (below 1 in bursts, above 1 even), square:LOW:HIGH:PERIOD or ramp:LOW:HIGH, with "

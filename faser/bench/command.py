@@ -21,7 +21,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from faser import arguments
 from faser.bench.document import Document, RunDocument
 from faser.bench.estimate import MARGIN, SIZES, Estimate, calibrate, default_rate, in_words, rounded_up
 from faser.bench.play import REAL_CLOCK, Clock, Update, never, no_update
@@ -55,6 +54,7 @@ from faser.bench.workload import (
     probe_items,
     save_workload,
 )
+from faser.cli import arguments
 from faser.config import DEFAULT_POLICY, NO_DRAFT, EngineOptions
 from faser.errors import ConfigError
 from faser.policy import MAX_LENGTH, make_policy

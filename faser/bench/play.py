@@ -14,12 +14,13 @@ from functools import lru_cache
 
 import numpy as np
 
+from faser.arrays import IntArray
 from faser.bench.records import Item, Moment, Record, Run, Workload
-from faser.engine import Engine
+from faser.engine.engine import Engine
+from faser.engine.stats import EngineStats
 from faser.errors import InvalidRequest
 from faser.policy import Policy, make_policy
-from faser.stats import EngineStats
-from faser.types import Finish, FinishReason, IntArray, Progress, Request, SamplingParams
+from faser.request import Finish, FinishReason, Progress, Request, SamplingParams
 
 NUM_MOMENTS = 200  # about as many in a run whose length is known from its arrivals
 LEAST_SLICE = 0.1  # seconds of a moment

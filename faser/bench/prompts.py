@@ -15,9 +15,9 @@ from typing import Any, Protocol, overload
 
 import numpy as np
 
+from faser.arrays import IntArray
 from faser.bench.traces import DATA, open_text
 from faser.errors import ConfigError, InvalidRequest
-from faser.types import IntArray
 
 SHIPPED = {name: DATA / f"{name}.jsonl.xz" for name in ("specbench", "mtbench", "gsm8k")}
 RANDOM = "random"

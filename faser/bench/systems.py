@@ -20,7 +20,7 @@ from faser.bench.records import Run, Workload
 from faser.bench.remote import Remote, play_remote
 from faser.bench.workload import Vocabulary
 from faser.config import NO_DRAFT, EngineOptions
-from faser.engine import Engine
+from faser.engine.engine import Engine
 from faser.errors import EngineError
 from faser.machine import processor_name
 
@@ -100,8 +100,8 @@ class Loaded:
 
 
 def load_engine(model: str | None, draft: str | None, options: EngineOptions, chat: bool) -> Loaded:
+    from faser.build import build_engine, load_pair
     from faser.models.source import DEFAULT_DRAFT, open_target
-    from faser.runtime.build import build_engine, load_pair
 
     source = open_target(model)
     pair = load_pair(model, draft, options)

@@ -29,7 +29,7 @@ from faser.models import config as model_config
 from faser.models import weights
 from faser.models.config import ModelConfig, Rope
 from faser.models.transformer import Transformer
-from faser.text import TOKENIZER_FILE, Tokenizer
+from faser.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -14,15 +14,14 @@ from typing import Any, Protocol
 
 import torch
 
-from faser import generation
-from faser.chat import ChatTemplate
 from faser.errors import ConfigError, ModelError
 from faser.models import draft as patches
-from faser.models import gguf, weights
+from faser.models import generation, gguf, weights
 from faser.models.config import ModelConfig, read_object
 from faser.models.transformer import Transformer
 from faser.models.weights import Progress
-from faser.text import TOKENIZER_FILE, Tokenizer
+from faser.text.chat import ChatTemplate
+from faser.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_SETTINGS = "tokenizer_config.json"

@@ -22,7 +22,7 @@ from torch import Tensor
 from faser.errors import ConfigError, ModelError, UnsupportedModel
 from faser.models.config import DTYPES, ModelConfig, read_object
 from faser.models.transformer import Layer, Transformer
-from faser.text import TOKENIZER_FILE
+from faser.text.tokenizer import TOKENIZER_FILE
 
 Progress = Callable[[int, int], None]  # (bytes read, bytes in all)
 

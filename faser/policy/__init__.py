@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 
 from faser.errors import ConfigError
 from faser.policy.adaptive import Adaptive
-from faser.policy.adaspec import AdaSpec
-from faser.policy.bandit import Nightjar
 from faser.policy.base import MAX_LENGTH, BatchView, Policy
-from faser.policy.ema import Ema
 from faser.policy.fixed import Fixed
-from faser.policy.goodput import Goodput
 from faser.policy.gp import FaserGP
-from faser.policy.table import Table
-from faser.policy.tetris import Tetris
+from faser.policy.rivals.adaspec import AdaSpec
+from faser.policy.rivals.ema import Ema
+from faser.policy.rivals.goodput import Goodput
+from faser.policy.rivals.nightjar import Nightjar
+from faser.policy.rivals.table import Table
+from faser.policy.rivals.tetris import Tetris
 
 __all__ = ["MAX_LENGTH", "POLICIES", "BatchView", "Fixed", "Policy", "make_policy"]
 

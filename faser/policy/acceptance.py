@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from faser.arrays import FloatArray, IntArray
 from faser.policy.base import BatchView, Outcome
 from faser.policy.stopping import accepted_chance, log_odds
-from faser.types import FloatArray, IntArray
 
 PRIOR_RATE = 0.7  # of a pair of models nobody has seen yet
 PRIOR_WEIGHT = 16.0  # tokens it counts as, at each position

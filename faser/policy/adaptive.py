@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from faser.arrays import FloatArray, IntArray
+from faser.cost.profile import KEPT_UP, Cost
 from faser.policy.acceptance import Acceptance, Calibration
 from faser.policy.base import MOST_LENGTH, BatchView, Outcome
 from faser.policy.evidence import UNTRUSTED_LENGTH, MeasuredGain, is_trusted
 from faser.policy.stopping import Stopping
-from faser.profile import KEPT_UP, Cost
-from faser.types import FloatArray, IntArray
 
 DEPTH = MOST_LENGTH
 MOST_SLOTS = 512  # in one step; where so many rows are verified, every row costs its full share

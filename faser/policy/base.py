@@ -11,9 +11,9 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from faser.arrays import FloatArray, IntArray
+from faser.cost.profile import Cost
 from faser.policy.stopping import Stopping
-from faser.profile import Cost
-from faser.types import FloatArray, IntArray
 
 MAX_LENGTH = 32  # no policy drafts more in one step
 MOST_LENGTH = 7  # nor do those that look for a length: with the token before it eight rows, for which there are graphs

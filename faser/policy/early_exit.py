@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from faser.arrays import FloatArray, IntArray
+from faser.cost.profile import ProfiledCost, Work, work_of
 from faser.errors import ConfigError
-from faser.profile import ProfiledCost, Work, work_of
-from faser.types import ExitReadings, FloatArray, IntArray, StepPlan, StepResult
+from faser.step import ExitReadings, StepPlan, StepResult
 
 MODES = ("auto", "on", "off")
 KEEP = 0.99  # of the drafts that would be accepted

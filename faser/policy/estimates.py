@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from faser.arrays import FloatArray, IntArray
+from faser.cost.profile import Cost
 from faser.policy.base import BatchView
-from faser.profile import Cost
-from faser.types import FloatArray, IntArray
 
 PRIOR_RATE = 0.7  # of a request nobody has seen a draft of
 PRIOR_WEIGHT = 8.0  # judged tokens it counts as

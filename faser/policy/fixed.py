@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from faser.arrays import IntArray
 from faser.policy.base import BatchView
-from faser.types import IntArray
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from faser.arrays import FloatArray, IntArray
+from faser.cost.profile import KEPT_UP, Cost
 from faser.policy.acceptance import Acceptance
 from faser.policy.base import MOST_LENGTH, BatchView, Outcome
 from faser.policy.estimates import ragged_seconds, reaches, request_rates, step_seconds
-from faser.profile import KEPT_UP, Cost
-from faser.types import FloatArray, IntArray
 
 BANDS = 6  # of acceptance, even
 BOLDNESS = 1.0  # β: standard deviations by which doubt lowers a cost

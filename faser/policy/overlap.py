@@ -19,11 +19,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from faser.arrays import FloatArray, IntArray
+from faser.cost.profile import Cost
 from faser.policy.acceptance import Acceptance
 from faser.policy.base import MOST_LENGTH, BatchView, Outcome
 from faser.policy.estimates import ragged_seconds, reaches, request_rates
-from faser.profile import Cost
-from faser.types import MOST_DRAFT_ROWS, FloatArray, IntArray, StepPlan, StepResult
+from faser.step import MOST_DRAFT_ROWS, StepPlan, StepResult
 
 MODES = ("auto", "on", "off")
 # By which overlapping must be better to begin with it, and to go on. Rates are estimates, a switch costs drafts, and on

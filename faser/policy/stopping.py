@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from faser.types import FloatArray, IntArray
+from faser.arrays import FloatArray, IntArray
 
 LEAST, MOST = 1e-4, 1 - 1e-4  # no confidence is taken to be surer
 

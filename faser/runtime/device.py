@@ -9,12 +9,12 @@ from typing import Protocol
 import torch
 
 from faser.config import DEVICES
-from faser.engine import Executor
+from faser.engine.engine import Executor
+from faser.engine.prompt_pace import Pacing
+from faser.engine.scheduler import Limits
 from faser.errors import ConfigError
 from faser.models.transformer import Transformer
-from faser.prompt_pace import Pacing
 from faser.runtime.sampling import Sampler
-from faser.scheduler import Limits
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Profiling:
-    """How a kind of hardware is profiled (faser/runtime/profiler.py)."""
+    """How a kind of hardware is profiled (faser/runtime/profiling/profiler.py)."""
 
     seconds: float  # of start-up that may be spent on it
     graph_rows: tuple[int, ...]  # rows that steps without prompts are rounded up to; none where each number is its own
@@ -129,7 +129,7 @@ def make_device(name: str) -> Device:
     assert name in DEVICES, name
     obstacle = _cuda_obstacle()
     if name == "cpu" or (name == "auto" and obstacle is not None):
-        from faser.runtime.cpu_device import CpuDevice
+        from faser.runtime.cpu.device import CpuDevice
 
         return CpuDevice()
     if obstacle is not None:

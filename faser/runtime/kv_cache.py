@@ -1,7 +1,7 @@
 """Where a model's keys and values live.
 
-Knows bytes and layout; which page belongs to whom is the page pool's business (faser/pages.py). A page holds page_size
-tokens; a token's entry is its key heads followed by its value heads, so that writing a row is one copy.
+Knows bytes and layout; which page belongs to whom is the page pool's business (faser/engine/pages.py). A page
+holds page_size tokens; a token's entry is its key heads followed by its value heads, so that writing a row is one copy.
 """
 
 from __future__ import annotations

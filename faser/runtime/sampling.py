@@ -30,9 +30,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from faser.arrays import IntArray
 from faser.errors import EngineError, InvalidRequest
-from faser.grammar import GrammarCompiler, Matcher
-from faser.types import Grammar, IntArray, SamplingParams, TokenLogprobs
+from faser.request import Grammar, SamplingParams, TokenLogprobs
+from faser.text.grammar import GrammarCompiler, Matcher
 
 UInt32Array = NDArray[np.uint32]
 Float32Array = NDArray[np.float32]

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from faser.request import Finish, FinishReason, SamplingParams, TokenLogprobs
 from faser.server.messages import Output
 from faser.server.protocol import (
     AnswerMessage,
@@ -33,8 +34,7 @@ from faser.server.protocol import (
     TopLogprob,
     Usage,
 )
-from faser.text import StopChecker, TextStream, Tokenizer, make_text_stream
-from faser.types import Finish, FinishReason, SamplingParams, TokenLogprobs
+from faser.text.tokenizer import StopChecker, TextStream, Tokenizer, make_text_stream
 
 _encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"

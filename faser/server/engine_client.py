@@ -18,6 +18,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from faser.config import ServerOptions
+from faser.request import FinishReason, SamplingParams
 from faser.server import endings
 from faser.server.messages import (
     About,
@@ -36,7 +37,6 @@ from faser.server.messages import (
     pack_params,
     socket_pair,
 )
-from faser.types import FinishReason, SamplingParams
 
 log = logging.getLogger("faser.server")
 

@@ -11,9 +11,9 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import accumulate
 
+from faser.request import FinishReason
 from faser.server.engine_client import Track
 from faser.server.messages import Snapshot
-from faser.types import FinishReason
 
 _MAX_SAMPLES = 4096  # of latencies kept for percentiles
 

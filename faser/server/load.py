@@ -6,20 +6,20 @@ from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
+from faser.build import LoadedPair, build_engine, load_pair
 from faser.config import NGRAM, NO_DRAFT, EngineOptions
-from faser.engine import Engine
+from faser.engine.engine import Engine
+from faser.engine.stats import EngineStats
 from faser.errors import ConfigError, InvalidRequest
-from faser.grammar import ANY_OBJECT, shared_compiler
 from faser.models.source import DEFAULT_DRAFT, DEFAULT_HUB_NAME, open_target, recommended_sampling
 from faser.models.transformer import Transformer
 from faser.progress import progress_bar
-from faser.runtime.build import LoadedPair, build_engine, load_pair
+from faser.request import Grammar, Request, SamplingParams
 from faser.runtime.device import why_device
 from faser.runtime.kv_cache import bytes_per_page
 from faser.server.messages import About, Start
 from faser.server.worker import Served
-from faser.stats import EngineStats
-from faser.types import Grammar, Request, SamplingParams
+from faser.text.grammar import ANY_OBJECT, shared_compiler
 
 
 def load(start: Start) -> Served:

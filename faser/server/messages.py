@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from faser.types import Finish, Grammar, Progress, SamplingParams, TokenLogprobs
+from faser.request import Finish, Grammar, Progress, SamplingParams, TokenLogprobs
 
 _LENGTH_BYTES = 4
 BUFFER_BYTES = 4 * 2**20  # of the socket in each direction: a busy HTTP process must not stall a step

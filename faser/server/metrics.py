@@ -16,10 +16,10 @@ from prometheus_client.core import (
     Metric,
 )
 
+from faser.request import FinishReason
 from faser.server.engine_client import EngineClient
 from faser.server.figures import Figures
 from faser.server.messages import Snapshot
-from faser.types import FinishReason
 
 
 class PrometheusText:

@@ -15,8 +15,8 @@ import msgspec
 from msgspec import Meta
 
 from faser.errors import InvalidRequest
-from faser.grammar import ANY_OBJECT
-from faser.types import MAX_LOGPROBS, Grammar, SamplingParams
+from faser.request import MAX_LOGPROBS, Grammar, SamplingParams
+from faser.text.grammar import ANY_OBJECT
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16

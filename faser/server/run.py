@@ -20,10 +20,10 @@ from time import monotonic
 
 import uvicorn
 
-from faser.arguments import API_KEY_VARIABLE
+from faser.cli.arguments import API_KEY_VARIABLE
 from faser.config import ServerOptions
 from faser.errors import ConfigError, EngineError
-from faser.generation import describe
+from faser.models.generation import describe
 from faser.server.app import Api
 from faser.server.engine_client import EngineClient
 from faser.server.figures import Figures

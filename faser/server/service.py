@@ -16,17 +16,17 @@ from functools import cached_property
 from threading import Thread
 from typing import Any
 
-from faser.chat import ChatTemplate
 from faser.config import ServerOptions
 from faser.errors import InvalidRequest
-from faser.grammar import GrammarCompiler
+from faser.request import SamplingParams
 from faser.server.answers import Answerer, ChatAnswerer, Choice, CompletionAnswerer
 from faser.server.engine_client import EngineClient, EngineGone, ShuttingDown, State, Stream, Track
 from faser.server.figures import Figures
 from faser.server.messages import About
 from faser.server.protocol import ApiError, ChatRequest, CompletionRequest
-from faser.text import Tokenizer
-from faser.types import SamplingParams
+from faser.text.chat import ChatTemplate
+from faser.text.grammar import GrammarCompiler
+from faser.text.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; chat goes on to the end of the context; a model's own default comes first
 MAX_RETRY_SECONDS = 60  # the official client ignores a longer Retry-After

@@ -17,10 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
 
-from faser.engine import Engine
+from faser.engine.engine import Engine
 from faser.errors import FaserError, InvalidRequest
 from faser.policy.early_exit import ExitStats
 from faser.progress import progress_bar
+from faser.request import Finish, FinishReason, Progress, Request
 from faser.server.messages import (
     About,
     Add,
@@ -38,11 +39,10 @@ from faser.server.messages import (
     pack_progress,
     unpack_params,
 )
-from faser.text import StopChecker, Tokenizer
+from faser.text.tokenizer import StopChecker, Tokenizer
 from faser.threads import prepare_openmp
-from faser.types import Finish, FinishReason, Progress, Request
 
-log = logging.getLogger("faser.engine")
+log = logging.getLogger("faser.engine.engine")
 
 SNAPSHOT_SECONDS = 0.1
 REST_SECONDS = 1.0

@@ -12,10 +12,11 @@ from dataclasses import replace
 from itertools import zip_longest
 from math import inf
 
+from faser.arrays import IntArray
 from faser.bench.play import Ledger, Update, never, no_update, seconds_of
 from faser.bench.records import Run, Workload
+from faser.request import Progress
 from faser.sim.replica import Replica
-from faser.types import IntArray, Progress
 
 
 class Router:

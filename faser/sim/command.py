@@ -10,8 +10,8 @@ from typing import Any
 
 from faser.bench.command import Asked, Interrupts, Session, make_workloads, play_and_tell, prepare_results
 from faser.bench.workload import Vocabulary
+from faser.cost.profile import Profile
 from faser.errors import ConfigError
-from faser.profile import Profile
 from faser.sim.oracle import parse_acceptance
 from faser.sim.replica import Machine
 from faser.sim.systems import MOST_EXACT, SimulatedSystem, load_profile, per_gpu_table

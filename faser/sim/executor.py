@@ -13,13 +13,14 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from faser.arrays import FloatArray, IntArray
+from faser.cost.profile import ProfiledCost
+from faser.engine.scheduler import Limits
 from faser.policy import MAX_LENGTH
 from faser.policy.stopping import Stopping, WatchedPlan
-from faser.profile import ProfiledCost
-from faser.scheduler import Limits
 from faser.sim.clock import VirtualTime
 from faser.sim.oracle import Oracle
-from faser.types import Admission, FloatArray, IntArray, Settling, StepPlan, StepResult, StepSeconds
+from faser.step import Admission, Settling, StepPlan, StepResult, StepSeconds
 
 Watch = Callable[[StepPlan, StepResult], None]  # sees every step
 

@@ -14,8 +14,8 @@ from math import inf
 
 from faser.bench.play import Update, never, no_update, seconds_of
 from faser.bench.records import Item, Record, Run, Workload
+from faser.engine.prompt_pace import ALONE, GPU
 from faser.errors import RequestTooLong
-from faser.prompt_pace import ALONE, GPU
 from faser.sim.cluster import Router, per_gpu
 from faser.sim.pace import Pace
 from faser.sim.replica import Machine

@@ -19,9 +19,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from faser.arrays import FloatArray, IntArray
 from faser.bench.document import Category, Document
 from faser.errors import ConfigError
-from faser.types import FloatArray, IntArray
 
 Flags = NDArray[np.bool_]
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from faser.arrays import FloatArray
 from faser.bench.play import never, play
 from faser.bench.records import Item, Workload
+from faser.cost.profile import ProfiledCost
 from faser.errors import ConfigError
-from faser.profile import ProfiledCost
 from faser.sim.oracle import Acceptance
 from faser.sim.replica import Machine, make_replica
-from faser.types import FloatArray, StepPlan, StepResult
+from faser.step import StepPlan, StepResult
 
 WARM_REQUESTS = 8  # that end, beside as many as are open, before anything counts
 LEAST_REQUESTS = 24  # that end while it counts, or ROUNDS for each that is open

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from faser.scheduler import Scheduler
-from faser.types import IntArray, Progress, StepResult
+from faser.arrays import IntArray
+from faser.engine.scheduler import Scheduler
+from faser.request import Progress
+from faser.step import StepResult
 
 NOBODY = ""  # no request has this id
 

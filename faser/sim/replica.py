@@ -8,19 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import inf
 
-from faser.engine import Engine
+from faser.cost.profile import Profile, ProfiledCost
+from faser.engine.engine import Engine
+from faser.engine.pages import PagePool
+from faser.engine.prompt_pace import GPU, StepPace
+from faser.engine.scheduler import Limits
 from faser.errors import ConfigError, RequestTooLong
-from faser.pages import PagePool
 from faser.policy import Policy, make_policy
 from faser.policy.overlap import Overlap
-from faser.profile import Profile, ProfiledCost
-from faser.prompt_pace import GPU, StepPace
-from faser.scheduler import Limits
 from faser.sim.clock import VirtualTime
 from faser.sim.executor import Noise, SimExecutor, Watch, no_noise
 from faser.sim.oracle import Oracle
 from faser.sim.quiet import QuietScheduler
-from faser.types import StepPlan, StepSeconds
+from faser.step import StepPlan, StepSeconds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,8 @@ from faser.bench.play import Update, play
 from faser.bench.records import Run, Workload
 from faser.bench.systems import Stopped
 from faser.bench.table import shown_rate
+from faser.cost.profile import Profile
 from faser.errors import ConfigError
-from faser.profile import Profile
 from faser.sim.cluster import play_cluster
 from faser.sim.fluid import play_fluid
 from faser.sim.oracle import Acceptance, Oracle

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from faser.bench.play import Clock
 from faser.bench.records import Item, Workload
-from faser.engine import Engine
-from faser.pages import PagePool
+from faser.engine.engine import Engine
+from faser.engine.pages import PagePool
+from faser.engine.scheduler import Limits, Scheduler
 from faser.policy import make_policy
-from faser.scheduler import Limits, Scheduler
-from faser.types import StepPlan, StepResult, StepSeconds
+from faser.step import StepPlan, StepResult, StepSeconds
 from tests.oracle import OracleExecutor
 
 

@@ -19,7 +19,7 @@ from faser.bench.estimate import Estimate, Pace
 from faser.bench.results import read_against
 from faser.bench.table import render
 from faser.bench.workload import Load
-from faser.cli import main, make_parser
+from faser.cli.main import main, make_parser
 from faser.errors import ConfigError, EngineError
 from tests.bench.make_example import PATH, make_example
 from tests.bench.stub_server import BUSY, FINE, serving
@@ -186,7 +186,7 @@ def test_a_run_cut_by_sigterm_leaves_no_process_and_no_temporary_file(folder, tm
     environment = {**os.environ, "TMPDIR": str(temporary), "PATH": f"{browser.parent}:{os.environ['PATH']}"}
     held = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     done = subprocess.run(
-        [sys.executable, "-c", f"import sys, faser.cli; sys.exit(faser.cli.main({given!r}))"],
+        [sys.executable, "-c", f"import sys, faser.cli.main; sys.exit(faser.cli.main({given!r}))"],
         env=environment, capture_output=True, text=True,
     )  # fmt: skip
     os.set_blocking(held, True)
@@ -217,7 +217,7 @@ def test_the_engine_is_driven_without_what_only_servers_need(folder):
     given = ["bench", "--model", str(folder), "--draft", "ngram", "--device", "cpu", *TRAFFIC]
     lacking = ("msgspec", "starlette", "uvicorn", "uvloop", "httptools", "gguf", "matplotlib", "prometheus_client",
                "shtab", "llguidance", "huggingface_hub")  # fmt: skip
-    done = behind_the_wall(f"import sys, faser.cli; sys.exit(faser.cli.main({given!r}))", lacking)
+    done = behind_the_wall(f"import sys, faser.cli.main; sys.exit(faser.cli.main({given!r}))", lacking)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["version"] == 1
 

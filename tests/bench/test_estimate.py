@@ -11,7 +11,7 @@ from faser.bench.estimate import SIZES, Estimate, Pace, calibrate, default_rate,
 from faser.bench.records import Item, Record, Run, Workload
 from faser.bench.systems import PolicySystem
 from faser.bench.workload import Vocabulary
-from faser.cli import make_parser
+from faser.cli.main import make_parser
 from tests.bench.simulated import SlowOracle, Time, make_engine
 
 VOCABULARY = Vocabulary(5, 128, None)

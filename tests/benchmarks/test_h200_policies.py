@@ -11,7 +11,7 @@ import pytest
 from benchmarks import h200_policies
 from benchmarks.ablation import LADDER, Ablated
 from faser.bench.document import FIGURES, Document, RunDocument
-from faser.profile import ProfiledCost
+from faser.cost.profile import ProfiledCost
 from tests.policy.profiles import H200, make_view
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks import parity
 from benchmarks.parity import Comparison, Difference, Scores
+from faser.build import build_engine
 from faser.config import EngineOptions
-from faser.runtime.build import build_engine
 from tests.tiny import make_draft, make_model
 
 PROMPTS = [[5, 9, 11], [7, 3, 8, 20, 31], [40] * 6]

@@ -16,7 +16,7 @@ from faser.errors import ConfigError, ModelError
 from faser.models.draft import MATRICES, Patch, apply_patch, read_patch, ternary, write_patch
 from faser.models.transformer import Layer, Transformer
 from faser.policy import Fixed
-from faser.runtime.drafter import ModelDrafter
+from faser.runtime.cpu.drafter import ModelDrafter
 from tests.models.reference import forward
 from tests.oracle import RandomLengths
 from tests.test_exactness import assert_equal, make_engine, make_requests, reference, serve

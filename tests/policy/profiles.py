@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from faser.cost.profile import Curve, Profile, ProfiledCost
 from faser.policy.base import BatchView, Outcome
-from faser.profile import Curve, Profile, ProfiledCost
 
 MS = 1e-3
 

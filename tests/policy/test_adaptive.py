@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from faser.cost.profile import ProfiledCost
 from faser.policy.adaptive import DEPTH, LOOK_GAIN, MOST_LOOKED_AT, Adaptive
 from faser.policy.base import BatchView
 from faser.policy.evidence import UNTRUSTED_LENGTH
-from faser.profile import ProfiledCost
 from tests.policy.profiles import H200, SMOOTH, make_outcome, make_view
 
 GOOD, BAD = {"accepted": 190, "judged": 200}, {"accepted": 2, "judged": 200}

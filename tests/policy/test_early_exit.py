@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from faser.cost.profile import Curve, Profile, ProfiledCost
 from faser.errors import ConfigError
 from faser.policy.early_exit import (
     LEAST_JUDGED,
@@ -19,11 +20,10 @@ from faser.policy.early_exit import (
     kept_by,
     make_point,
 )
-from faser.profile import Curve, Profile, ProfiledCost
-from faser.runtime.profiler import Batch, Steps
-from faser.types import ExitReadings, StepResult
+from faser.runtime.profiling.profiler import Batch, Steps
+from faser.step import ExitReadings, StepResult
 from tests.policy.profiles import H200
-from tests.runtime.test_profiler import make_subject
+from tests.runtime.profiling.test_profiler import make_subject
 
 LAYERS = 32
 RANDOM = np.random.default_rng(0)

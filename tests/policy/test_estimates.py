@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from faser.pages import NO_WRITES
+from faser.cost.profile import ProfiledCost
+from faser.engine.pages import NO_WRITES
 from faser.policy.estimates import (
     expected_tokens,
     likeliest,
@@ -14,8 +15,7 @@ from faser.policy.estimates import (
     step_seconds,
     survival,
 )
-from faser.profile import ProfiledCost
-from faser.types import StepPlan
+from faser.step import StepPlan
 from tests.policy.profiles import H200, MS, SMOOTH, make_view
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from faser.pages import NO_WRITES
+from faser.cost.profile import NOTHING, Beside, Curve
+from faser.engine.pages import NO_WRITES
 from faser.policy import Fixed
 from faser.policy.base import MOST_LENGTH
 from faser.policy.estimates import request_rates
@@ -25,8 +26,7 @@ from faser.policy.overlap import (
     ride_speed,
     worthwhile,
 )
-from faser.profile import NOTHING, Beside, Curve
-from faser.types import MOST_DRAFT_ROWS, StepPlan, StepResult
+from faser.step import MOST_DRAFT_ROWS, StepPlan, StepResult
 from tests.oracle import World, make_request
 from tests.policy.profiles import H200, MS, make_outcome, make_view
 

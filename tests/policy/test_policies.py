@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from faser.engine import Engine
+from faser.cost.profile import Profile, ProfiledCost
+from faser.engine.engine import Engine
 from faser.errors import ConfigError
 from faser.policy import MAX_LENGTH, POLICIES, Fixed, make_policy
 from faser.policy.base import BatchView, Learner, Outcome
-from faser.profile import Profile, ProfiledCost
+from tests.engine.test_engine import Ahead, drain
 from tests.oracle import SEED, World, expected_output, make_request
 from tests.policy.profiles import H200, SMOOTH, make_outcome, make_view
-from tests.test_engine import Ahead, drain
 
 NAMES = [*POLICIES, "fixed:3", "table:2=5/6=1"]
 

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from faser.arrays import FloatArray, IntArray
+from faser.request import Grammar, SamplingParams
 from faser.runtime.sampling import Sampler, gumbel, gumbel_of
-from faser.types import FloatArray, Grammar, IntArray, SamplingParams
 
 NUM_DRAWS = 12_000
 VOCAB = 24

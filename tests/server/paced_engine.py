@@ -13,14 +13,14 @@ from time import sleep
 import numpy as np
 
 from faser.config import EngineOptions
-from faser.engine import Engine
-from faser.pages import PagePool
+from faser.engine.engine import Engine
+from faser.engine.pages import PagePool
+from faser.engine.scheduler import Limits, Scheduler
 from faser.policy import Fixed
-from faser.scheduler import Limits, Scheduler
 from faser.server.messages import About, Start
 from faser.server.worker import Served
-from faser.text import Tokenizer
-from faser.types import StepPlan, StepResult
+from faser.step import StepPlan, StepResult
+from faser.text.tokenizer import Tokenizer
 
 STEP_SECONDS = 0.02
 RAISES, DIES = 7, 8

@@ -23,7 +23,7 @@ PATIENCE = 60.0  # seconds; only a broken server takes as long
 _START = """
 import sys
 from dataclasses import replace
-from faser import cli
+from faser.cli import main as cli
 from faser.server import run
 serve = run.serve
 run.serve = lambda options: serve(replace(options, engine_factory=sys.argv[1]))

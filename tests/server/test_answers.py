@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from faser.request import Finish, FinishReason, SamplingParams, Stats, TokenLogprobs
 from faser.server.answers import ChatAnswerer, Choice, ChoiceText, CompletionAnswerer, Piece, count_usage
 from faser.server.messages import Output
 from faser.server.protocol import ApiError
-from faser.text import StopChecker, Tokenizer
-from faser.types import Finish, FinishReason, SamplingParams, Stats, TokenLogprobs
+from faser.text.tokenizer import StopChecker, Tokenizer
 from tests.checkpoint import write_tokenizer
 
 

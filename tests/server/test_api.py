@@ -10,8 +10,8 @@ import shutil
 import openai
 import pytest
 
+from faser.request import MAX_LOGPROBS, SamplingParams
 from faser.server.protocol import CompletionRequest, parse
-from faser.types import MAX_LOGPROBS, SamplingParams
 from tests.server.running import running
 
 PROMPT = "the quick brown fox the quick brown"

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from faser.config import ServerOptions
+from faser.request import Finish, FinishReason, SamplingParams, Stats
 from faser.server import engine_client
 from faser.server.engine_client import EngineClient, EngineGone, ShuttingDown, State
 from faser.server.figures import Figures
 from faser.server.messages import About, Output, Outputs, Running
 from faser.server.protocol import ApiError
 from faser.server.service import Service
-from faser.types import Finish, FinishReason, SamplingParams, Stats
 
 ABOUT = About(
     model="m", draft=None, policy="off", device="cpu", dtype="float32", reasons={}, vocab_size=9, end_ids=[],

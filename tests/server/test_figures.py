@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from faser.request import FinishReason
 from faser.server.dashboard import Dashboard, describe, describe_exits
 from faser.server.engine_client import Stream, Track
 from faser.server.figures import Figures, Histogram
 from faser.server.messages import Exits, Snapshot
 from faser.server.metrics import PrometheusText
-from faser.types import FinishReason
 
 NOW = 1000.0
 

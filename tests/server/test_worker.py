@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from faser.engine import Engine
+from faser.engine.engine import Engine
 from faser.errors import FaserError
 from faser.policy import Fixed
+from faser.request import FinishReason, Grammar, SamplingParams
 from faser.server.messages import (
     Add,
     Cancel,
@@ -28,7 +29,6 @@ from faser.server.messages import (
     unpack_params,
 )
 from faser.server.worker import Served, Worker
-from faser.types import FinishReason, Grammar, SamplingParams
 from tests.oracle import SEED, World, expected_output
 
 

@@ -10,7 +10,7 @@ from faser.bench.results import run_document
 from faser.bench.summary import Slo
 from faser.bench.traces import Timing
 from faser.bench.workload import Load, Vocabulary, WorkloadOptions, make_workload
-from faser.cli import main, make_parser
+from faser.cli.main import main, make_parser
 from faser.policy import POLICIES, make_policy
 from faser.sim.oracle import Replay
 from faser.sim.replica import Machine, make_replica
@@ -136,7 +136,7 @@ def test_neither_torch_nor_a_tokenizer_is_needed():
     given = ["simulate", *TRAFFIC, "--policies", "off,fixed:2", "--replicas", "2"]
     lacking = ("torch", "tokenizers", "transformers", "safetensors", "huggingface_hub", "gguf", "msgspec", "starlette",
                "uvicorn", "llguidance", "rich", "jinja2", "shtab", "prometheus_client")  # fmt: skip
-    done = behind_the_wall(f"import sys, faser.cli; sys.exit(faser.cli.main({given!r}))", lacking)
+    done = behind_the_wall(f"import sys, faser.cli.main; sys.exit(faser.cli.main({given!r}))", lacking)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["version"] == 1
 

@@ -8,19 +8,19 @@ import pytest
 from faser.bench.play import play
 from faser.bench.prompts import Blank
 from faser.bench.records import Item, Workload
-from faser.engine import AsyncExecutor, Engine
-from faser.pages import PagePool
+from faser.cost.profile import NOTHING, Beside, Curve, Profile, ProfiledCost
+from faser.engine.engine import AsyncExecutor, Engine
+from faser.engine.pages import PagePool
+from faser.engine.scheduler import Scheduler
 from faser.policy import BatchView, make_policy
 from faser.policy.overlap import Overlap
 from faser.policy.stopping import Stopping
-from faser.profile import NOTHING, Beside, Curve, Profile, ProfiledCost
-from faser.scheduler import Scheduler
+from faser.request import Request, SamplingParams
 from faser.sim.clock import VirtualTime
 from faser.sim.executor import Noise, SimExecutor
 from faser.sim.oracle import Draw, Replay
 from faser.sim.replica import Machine, make_replica
 from faser.sim.systems import load_profile
-from faser.types import Request, SamplingParams
 from tests.sim.toy import PROFILE, TOY, Known, make_workload, simulate
 
 HOST = 0.0005

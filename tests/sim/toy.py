@@ -10,7 +10,7 @@ import numpy as np
 from faser.bench.play import play
 from faser.bench.prompts import Blank
 from faser.bench.records import Item, Run, Workload
-from faser.profile import Curve, Profile
+from faser.cost.profile import Curve, Profile
 from faser.sim.oracle import Oracle, runs_of
 from faser.sim.replica import Machine, Replica, make_replica
 

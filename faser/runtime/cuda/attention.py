@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from faser.types import IntArray
+from faser.arrays import IntArray
 
 Int32Array = NDArray[np.int32]
 

@@ -18,9 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
+from faser.arrays import IntArray
 from faser.runtime.cuda.sampling import HIT, MOST_RIVALS, RECENT, Slots, draw
 from faser.runtime.cuda.transfer import send
-from faser.types import MOST_DRAFT_ROWS, IntArray, StepPlan
+from faser.step import MOST_DRAFT_ROWS, StepPlan
 
 MOST_DRAFTS = 8  # of each, behind its first token
 

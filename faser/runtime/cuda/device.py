@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from faser import prompt_pace
+from faser.engine import prompt_pace
 from faser.errors import ConfigError
 from faser.models.transformer import Transformer
 from faser.progress import progress_bar
+from faser.runtime.cpu.drafter import NgramDrafter
 from faser.runtime.cuda.branches import pages_of_branch
 from faser.runtime.cuda.executor import CudaExecutor
 from faser.runtime.cuda.lanes import Lanes
@@ -18,10 +19,9 @@ from faser.runtime.cuda.memory import Ledger, explained_shortage, fitting_pages
 from faser.runtime.cuda.model import MIXED_BUCKETS, ROW_BUCKETS, CudaModel
 from faser.runtime.cuda.sampling import Slots
 from faser.runtime.device import Parts, Profiling, Speeds
-from faser.runtime.drafter import NgramDrafter
-from faser.types import MOST_DRAFT_ROWS
+from faser.step import MOST_DRAFT_ROWS
 
-log = logging.getLogger("faser.engine")
+log = logging.getLogger("faser.engine.engine")
 
 
 class CudaDevice:

@@ -22,12 +22,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from faser.arrays import NONE, FloatArray, IntArray
 from faser.errors import ConfigError, EngineError
 from faser.policy.base import MOST_LENGTH
 from faser.policy.early_exit import Exiting, candidates_of
 from faser.policy.overlap import FEW
 from faser.policy.stopping import Stopping
 from faser.progress import Update
+from faser.request import TokenLogprobs
+from faser.runtime.cpu.drafter import NgramDrafter
+from faser.runtime.cpu.verifier import BROKEN
 from faser.runtime.cuda.branches import Branches, adopt, fork
 from faser.runtime.cuda.compile import compile_all
 from faser.runtime.cuda.filters import Filters, logprobs, unpack_logprobs
@@ -49,22 +53,8 @@ from faser.runtime.cuda.sampling import (
     sample,
 )
 from faser.runtime.cuda.transfer import send
-from faser.runtime.drafter import NgramDrafter
 from faser.runtime.sampling import Sampler
-from faser.runtime.verifier import BROKEN
-from faser.types import (
-    MOST_DRAFT_ROWS,
-    NONE,
-    Admission,
-    ExitReadings,
-    FloatArray,
-    IntArray,
-    Settling,
-    StepPlan,
-    StepResult,
-    StepSeconds,
-    TokenLogprobs,
-)
+from faser.step import MOST_DRAFT_ROWS, Admission, ExitReadings, Settling, StepPlan, StepResult, StepSeconds
 
 FILTERED_LOGITS = 1 << 22  # logits filtered at a time: sorting them takes some 250 MB
 PROMPT_ROWS = (8, 16, 32, 1 << 30)  # sizes of prompts that take kernels of their own

@@ -26,9 +26,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from faser.arrays import FloatArray, IntArray
+from faser.request import SamplingParams, TokenLogprobs
 from faser.runtime.cuda.sampling import MIN_TEMPERATURE
 from faser.runtime.cuda.transfer import send
-from faser.types import FloatArray, IntArray, SamplingParams, TokenLogprobs
 
 SMALL_TOP_K = 256  # up to here top_p looks at the best tokens only; beyond, and without top_k, it sorts the row
 

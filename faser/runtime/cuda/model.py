@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from faser.arrays import IntArray
 from faser.models.transformer import Layer, Transformer
 from faser.runtime.cuda import attention, linear
 from faser.runtime.cuda.attention import AttentionConfig, Tiles, Workspace
@@ -27,7 +28,7 @@ from faser.runtime.cuda.rows import NUM_COLUMNS, DeviceRows, Requests, expand, n
 from faser.runtime.cuda.sampling import Choices, Slots, find_rivals, sample, stand
 from faser.runtime.cuda.transfer import Staging, send
 from faser.runtime.kv_cache import bytes_per_page
-from faser.types import IntArray, PageWrites
+from faser.step import PageWrites
 
 HEAD_ROWS = 512  # rows of logits at a time: at most 300 MB of them for a vocabulary of 150k
 

@@ -1,7 +1,7 @@
 """The flat rows of a forward, laid out on the device from per-request arrays.
 
 Knows slots, positions and the tokens of the history; knows nothing of models, logits or pages. The twin of
-faser/runtime/batch.py, over static buffers: shapes are those of a bucket, and how much of them is real is read on the
+faser/runtime/cpu/rows.py over static buffers. Shapes are those of a bucket, and how much of them is real is read on the
 device, so that a graph can be replayed for any smaller batch.
 
 Shapes: B requests of a bucket, R rows, W wanted rows (those whose logits are asked for). All tensors are int32.

@@ -9,10 +9,10 @@ from pathlib import Path
 from time import monotonic, time
 from typing import Any
 
+from faser.request import FinishReason
 from faser.server.engine_client import EngineClient
 from faser.server.figures import Figures
 from faser.server.messages import Snapshot
-from faser.types import FinishReason
 
 PAGE = Path(__file__).parent / "index.html"
 HISTORY_SECONDS = 600

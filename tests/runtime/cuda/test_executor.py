@@ -14,17 +14,19 @@ import numpy as np
 import pytest
 import torch
 
+from faser.arrays import IntArray
+from faser.build import build_engine
 from faser.config import EngineOptions
 from faser.models.transformer import Transformer
 from faser.policy import Fixed
 from faser.policy.base import MOST_LENGTH, BatchView
 from faser.policy.early_exit import EarlyExit, ExitPoint, ExitRule
 from faser.policy.overlap import Chunks, Overlap, Way
-from faser.runtime.build import build_engine
-from faser.text import Tokenizer
-from faser.types import ExitReadings, Grammar, IntArray, Request, SamplingParams
+from faser.request import Grammar, Request, SamplingParams
+from faser.step import ExitReadings
+from faser.text.tokenizer import Tokenizer
+from tests.engine.test_engine import Sometimes
 from tests.oracle import RandomLengths, RandomStops, SometimesOverlap
-from tests.test_engine import Sometimes
 from tests.test_exactness import Outcome, make_requests, reference, serve
 from tests.tiny import CONFIGS, make_draft
 

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="the filters go with the kernels: pip install triton")
 
+from faser.arrays import IntArray
+from faser.request import SamplingParams
 from faser.runtime.cuda import filters as module
 from faser.runtime.cuda.filters import Filters, logprobs, unpack_logprobs
 from faser.runtime.cuda.sampling import Choices, Slots, inverse_temperature, mixed_seed, sample
 from faser.runtime.sampling import Sampler
-from faser.types import IntArray, SamplingParams
 
 INF, NAN = float("inf"), float("nan")
 MAX_LEN = 40

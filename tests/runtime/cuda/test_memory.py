@@ -9,14 +9,14 @@ import torch
 
 pytest.importorskip("triton")
 
+from faser.build import build_engine, load_pair
 from faser.config import EngineOptions
 from faser.errors import ConfigError, EngineError
 from faser.models import weights
 from faser.models.transformer import Transformer
 from faser.policy import Fixed
-from faser.runtime.build import build_engine, load_pair
+from faser.request import Request, SamplingParams
 from faser.runtime.cuda.memory import GIB, RESERVED_BYTES, Division, explained_shortage, fitting_pages
-from faser.types import Request, SamplingParams
 from tests.runtime.cuda.test_executor import on
 from tests.tiny import CONFIGS, make_draft
 
@@ -101,7 +101,7 @@ def test_more_pages_than_memory_are_refused_with_advice(models):
 
 @pytest.mark.gpu
 def test_start_up_says_how_memory_is_divided(models, caplog):
-    with caplog.at_level(logging.INFO, "faser.engine"):
+    with caplog.at_level(logging.INFO, "faser.engine.engine"):
         engine = build_engine(*models, EngineOptions(kv_memory=2**28, device="cuda", max_running=4))
     (line,) = [record.getMessage() for record in caplog.records if "GPU memory" in record.getMessage()]
     pool = engine.scheduler.target_pages

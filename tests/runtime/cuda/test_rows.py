@@ -1,4 +1,4 @@
-"""Rows laid out on the device are those of faser.runtime.batch.Rows, and padding is nobody's."""
+"""Rows laid out on the device are those of faser.runtime.cpu.rows.Rows, and padding is nobody's."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,11 @@ from numpy.typing import NDArray
 
 pytest.importorskip("triton", reason="the kernels are written in Triton: pip install triton")
 
-from faser.pages import NO_WRITES
-from faser.runtime.batch import Rows
+from faser.arrays import IntArray
+from faser.engine.pages import NO_WRITES
+from faser.runtime.cpu.rows import Rows
 from faser.runtime.cuda.rows import NO_SLOT, DeviceRows, Requests, expand, next_draft_rows, settle
-from faser.types import IntArray, Settling, StepPlan
+from faser.step import Settling, StepPlan
 
 MAX_LEN = 900
 

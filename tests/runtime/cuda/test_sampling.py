@@ -1,7 +1,7 @@
 """The device samples and judges as the CPU does: same noise bits, same tokens, same verdicts.
 
-The oracles are faser.runtime.sampling and faser.runtime.verifier. In the interpreter shapes are tiny; a GPU runs the
-same bodies at real sizes.
+The oracles are faser.runtime.sampling and faser.runtime.cpu.verifier. In the interpreter shapes are tiny; a GPU
+runs the same bodies at real sizes.
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 triton = pytest.importorskip("triton", reason="the kernels are written in Triton: pip install triton")
 tl = triton.language
 
+from faser.arrays import IntArray  # noqa: E402
+from faser.request import SamplingParams  # noqa: E402
+from faser.runtime.cpu.verifier import _leading_matches  # noqa: E402
 from faser.runtime.cuda import sampling  # noqa: E402
 from faser.runtime.cuda.rows import Requests  # noqa: E402
 from faser.runtime.cuda.sampling import (  # noqa: E402
@@ -30,8 +33,6 @@ from faser.runtime.cuda.sampling import (  # noqa: E402
     sample,
 )
 from faser.runtime.sampling import Sampler, gumbel, noise_keys  # noqa: E402
-from faser.runtime.verifier import _leading_matches  # noqa: E402
-from faser.types import IntArray, SamplingParams  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # numpy's word where a kernel means infinity
 

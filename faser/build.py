@@ -1,0 +1,385 @@
+"""Puts the parts together: models on a device, pages, scheduler, executor, engine.
+
+Everything that can be refused is refused before the first weight is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import torch
+
+from faser.config import NGRAM, NO_DRAFT, EngineOptions
+from faser.cost.profile import Profile, ProfiledCost
+from faser.engine.engine import Engine, Executor
+from faser.engine.pages import PagePool
+from faser.engine.prompt_pace import StepPace
+from faser.engine.scheduler import Limits, Scheduler
+from faser.errors import ConfigError, ModelError
+from faser.models import weights
+from faser.models.config import ModelConfig
+from faser.models.source import DEFAULT_DRAFT, PatchSource, Source, open_draft, open_target
+from faser.models.transformer import Transformer
+from faser.policy import MAX_LENGTH, Policy
+from faser.policy.early_exit import EarlyExit, candidates_of, layers_at
+from faser.policy.overlap import Overlap, worthwhile
+from faser.progress import progress_bar
+from faser.runtime.device import Device, Parts, make_device
+from faser.runtime.kv_cache import fitting_pages, require_room
+from faser.runtime.profiling import saved as saved_profiles
+from faser.runtime.profiling.assumed import assumed_profile
+from faser.runtime.profiling.idle import IdleProfiler
+from faser.runtime.profiling.profiler import Subject, measure, measure_quick
+from faser.runtime.sampling import Sampler
+from faser.text.grammar import shared_compiler
+from faser.text.tokenizer import Tokenizer
+
+log = logging.getLogger("faser.engine.engine")
+
+Draft = Transformer | str | None  # a model, NGRAM, or none
+
+
+@dataclass(frozen=True)
+class LoadedPair:
+    """Models in memory, and the tokenizer they share (None where there is no file of it)."""
+
+    target: Transformer
+    draft: Draft
+    tokenizer: Tokenizer | None
+
+
+def load_pair(model: str | Transformer | None, draft: Draft, options: EngineOptions) -> LoadedPair:
+    """A target and its draft: found, checked, loaded. Models in memory are taken as they are.
+
+    Naming no model means the default pair; then the draft may still be another, or NO_DRAFT.
+    """
+    if model is None and draft is None:
+        draft = str(DEFAULT_DRAFT)
+    if draft == NO_DRAFT:
+        draft = None
+    options.make_policy(has_draft=draft is not None)
+    _given_profile(options)
+    if isinstance(model, Transformer):
+        if isinstance(draft, str) and draft != NGRAM:
+            raise ConfigError(f"the target is in memory and the draft {draft!r} is not; load it first")
+        if isinstance(draft, Transformer):
+            _require_same_vocabulary(model, draft)
+        if options.dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
+            raise ConfigError(f"dtype={options.dtype!r}: the model in memory is {model.dtype}; load it as you want it")
+        return LoadedPair(model, draft, None)
+    if isinstance(draft, Transformer):
+        raise ConfigError(f"the draft is in memory and the target {model!r} is not; load it first")
+    return _load_sources(model, draft, options)
+
+
+def _load_sources(model: str | None, draft: str | None, options: EngineOptions) -> LoadedPair:
+    source = open_target(model)
+    draft_source = open_draft(draft, source) if draft is not None and draft != NGRAM else None
+    max_model_len = _max_model_len(options, source.config.max_positions)
+    device = make_device(options.device)
+    require_room(options.kv_memory, device.memory)
+    configs = [source.config] + ([draft_source.config] if draft_source is not None else [])
+    budget = options.kv_memory or device.default_kv_memory()
+    if budget is not None and options.num_pages is None:
+        models = [(c, _dtype(options, c, device)) for c in configs]
+        fitting_pages(budget, models, options.page_size, max_model_len)
+    tokenizer = source.tokenizer()
+    target = _load("target", source, options, device)
+    if draft_source is None:
+        return LoadedPair(target, draft, tokenizer)
+    if isinstance(draft_source, PatchSource):
+        return LoadedPair(target, draft_source.apply(target), tokenizer)
+    return LoadedPair(target, _load("draft", draft_source, options, device), tokenizer)
+
+
+def _load(role: str, source: Source, options: EngineOptions, device: Device) -> Transformer:
+    most = min(source.config.max_positions, options.max_model_len or source.config.max_positions)
+    dtype = _dtype(options, source.config, device)
+    try:
+        with progress_bar(f"loading the {role}", bytes_=True) as update:
+            return source.load(dtype, most, update, device.name)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"out of GPU memory while loading the {role} in {str(dtype).removeprefix('torch.')}: free the GPU, use a "
+            f"smaller model, a --dtype of fewer bytes or --device cpu ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _dtype(options: EngineOptions, config: ModelConfig, device: Device) -> torch.dtype:
+    return weights.resolve_dtype(options.dtype, config, device.name)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """An executor on a device, and what it was made for."""
+
+    target: Transformer
+    draft: Draft
+    policy: Policy
+    device: Device
+    limits: Limits
+    executor: Executor
+    num_pages: int
+    page_size: int
+
+    @property
+    def draft_model(self) -> Transformer | None:
+        return self.draft if isinstance(self.draft, Transformer) else None
+
+
+def build_engine(
+    target: Transformer,
+    draft: Draft,
+    options: EngineOptions,
+    tokenizer: Tokenizer | None = None,
+    device: Device | None = None,
+) -> Engine:
+    """An engine over models already in memory, where they are.
+
+    Without a tokenizer, requests with a grammar fail with that reason. Where the policy goes by what forwards cost, and
+    no profile of them is given or was kept, `options.profiling` says what is measured first.
+    """
+    made = _make_executor(target, draft, options, tokenizer, device)
+
+    def pool() -> PagePool:
+        limits = made.limits
+        return PagePool(
+            made.num_pages, options.page_size, limits.max_running, limits.max_model_len, options.prefix_caching
+        )
+
+    profile = _profile_of(made, options)
+    cost = ProfiledCost(profile) if profile is not None else None
+    scheduler = Scheduler(
+        made.limits,
+        made.policy,
+        pool(),
+        pool() if made.draft_model is not None else None,
+        speculates=draft is not None,
+        prefix_caching=options.prefix_caching,
+        cost=cost,
+        overlap=_make_overlap(made, options, cost),
+        pace=_make_pace(made.device, options),
+    )
+    engine = partial(Engine, scheduler, made.executor, cost=cost)
+    if cost is not None and cost.profile.kind == "quick":
+        engine = partial(
+            engine, on_idle=IdleProfiler(_subject(made), cost, scheduler, _about(made), saved_profiles.keep)
+        )
+    exits = _make_exits(made, options, cost)
+    if exits is None:
+        return engine()
+    known = _about(made), [made.target, *([made.draft_model] if made.draft_model is not None else [])]
+    saved_profiles.restore_exits(exits, *known)
+    return engine(exits=exits, on_close=partial(saved_profiles.keep_exits, exits, *known))
+
+
+def _make_pace(device: Device, options: EngineOptions) -> StepPace | None:
+    """None where the seconds of a step are not bounded."""
+    bound = device.pacing.max_step_ms if options.max_step_ms is None else options.max_step_ms
+    return StepPace(bound / 1e3, device.pacing) if bound else None
+
+
+def _make_overlap(made: _Made, options: EngineOptions, cost: ProfiledCost | None) -> Overlap | None:
+    """None where there is nothing to overlap: prompt lookup takes no time; or, for `auto`, where it never pays."""
+    if options.overlap == "on" and not made.device.splits:
+        raise ConfigError(f"overlap=on: {made.device.name} drafts and verifies one after the other; leave it out")
+    if options.overlap == "on" and made.draft_model is None:
+        raise ConfigError("overlap=on: there is no draft model whose work could be hidden; give one, or leave it out")
+    if options.overlap == "off" or made.draft_model is None or not made.device.splits:
+        return None
+    if options.overlap == "auto":
+        if cost is None or not cost.splits:
+            return None  # nothing is known of it
+        splits = worthwhile(cost)
+        if not splits:
+            log.info("drafting and verification do not overlap: it would not pay for any batch")
+            if hasattr(made.executor, "forget_parts"):
+                made.executor.forget_parts()
+            return None
+        log.info("drafting and verification may overlap; SMs of the drafting: %s", sorted(splits))
+        if hasattr(made.executor, "prepare_overlap"):  # it has graphs
+            with progress_bar("capturing graphs for the overlap") as update:
+                made.executor.prepare_overlap(splits, update)
+        return Overlap("auto", splits=splits)
+    return Overlap("on")
+
+
+def _make_exits(made: _Made, options: EngineOptions, cost: ProfiledCost | None) -> EarlyExit | None:
+    """None where there is nothing to decide: without drafts, or, for `auto`, without a profile to decide by."""
+    mode = options.early_exit
+    has_price = cost is not None and cost.profile.exit_check is not None
+    if made.draft is None or mode == "off" or (mode == "auto" and not has_price):
+        return None
+    return EarlyExit(mode, made.target.num_layers, cost, depths=made.device.exit_depths)
+
+
+def measure_profile(pair: LoadedPair, options: EngineOptions, budget: float | None = None) -> tuple[Profile, float]:
+    """What the forwards of a pair cost here, measured now, and the seconds that took.
+
+    `budget` is what it should take; None: what suits the device.
+    """
+    made = _make_executor(pair.target, pair.draft, options)
+    try:
+        return _measure(made, budget)
+    finally:
+        made.executor.close()
+
+
+def _make_executor(
+    target: Transformer,
+    draft: Draft,
+    options: EngineOptions,
+    tokenizer: Tokenizer | None = None,
+    device: Device | None = None,
+) -> _Made:
+    policy = options.make_policy(has_draft=draft is not None)
+    device = device or make_device(options.device if options.device != "auto" else target.device.type)
+    draft_model = draft if isinstance(draft, Transformer) else None
+    limits = _limits(options, device, target, draft_model)
+    # memory on first touch
+    history = torch.from_numpy(np.zeros((limits.max_running, limits.max_model_len), dtype=np.int64))
+    compiler = None
+    if tokenizer is not None:
+        compiler = shared_compiler(tokenizer, target.config.vocab_size, target.config.eos_token_ids)
+    executor, num_pages = device.make_executor(
+        Parts(
+            target=target,
+            draft=draft_model,
+            uses_ngrams=draft == NGRAM,
+            limits=limits,
+            page_size=options.page_size,
+            max_length=MAX_LENGTH if draft is not None else 0,
+            usual_length=_usual_length(policy, draft),
+            history=history,
+            sampler=Sampler(limits.max_running, target.config.vocab_size, history, compiler),
+            num_pages=options.num_pages,
+            kv_memory=options.kv_memory,
+            exit_layers=_exit_layers(policy, draft, options, device, target.num_layers),
+            acceptance=options.acceptance,
+            may_overlap=options.overlap != "off",
+        )
+    )
+    return _Made(target, draft, policy, device, limits, executor, num_pages, options.page_size)
+
+
+def _usual_length(policy: Policy, draft: Draft) -> int:
+    return getattr(policy, "max_length", 0) if draft is not None else 0
+
+
+def _exit_layers(
+    policy: Policy, draft: Draft, options: EngineOptions, device: Device, num_layers: int
+) -> tuple[int, ...]:
+    """Those that verifications will stop at, as far as that is known before there is a profile."""
+    is_priced = getattr(policy, "needs_cost", False) or options.profile is not None
+    if draft is None or options.early_exit == "off" or (options.early_exit == "auto" and not is_priced):
+        return ()
+    return tuple(layer for layer in layers_at(device.exit_depths, num_layers) if layer)
+
+
+# ── profiles ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _profile_of(made: _Made, options: EngineOptions) -> Profile | None:
+    """The one given; where the policy needs one, the one kept from an earlier start, or else a new one."""
+    given = _given_profile(options)
+    if given is None and not getattr(made.policy, "needs_cost", False):
+        return None
+    about = _about(made)
+    if given is not None:
+        if given.about != about:
+            others = saved_profiles.differences(given, about)
+            log.warning("the profile %s was measured on something else: %s", options.profile, others)
+        return given
+    kept = saved_profiles.find(about)
+    if kept is not None and not (options.profiling == "full" and kept.kind == "idle"):
+        log.info("profile of an earlier start: %s", kept.accuracy)
+        return kept
+    if options.profiling == "none":
+        return _assumed(made)
+    if options.profiling == "quick":
+        started = perf_counter()
+        with progress_bar("profiling"):
+            profile = measure_quick(_subject(made), about)
+        log.info("rough profile in %.1f s; the rest is measured when there are no requests", perf_counter() - started)
+        return profile
+    profile, seconds = _measure(made)
+    log.info("profiled in %.1f s: %s", seconds, profile.accuracy)
+    reason = profile.why_not_kept()
+    if reason is None:
+        saved_profiles.keep(profile)
+    else:
+        log.warning("the profile is used and not kept: %s; the machine may be busy", reason)
+    return profile
+
+
+def _given_profile(options: EngineOptions) -> Profile | None:
+    return None if options.profile is None else Profile.load(Path(options.profile).expanduser())
+
+
+def _about(made: _Made) -> dict[str, object]:
+    return saved_profiles.describe(made.target, made.draft, made.limits, made.page_size)
+
+
+def _assumed(made: _Made) -> Profile:
+    limits = made.limits
+    return assumed_profile(made.target, made.draft_model, made.device.speeds, limits.max_batch_tokens, _about(made))
+
+
+def _measure(made: _Made, budget: float | None = None) -> tuple[Profile, float]:
+    started = perf_counter()
+    with progress_bar("profiling") as update:
+        profile = measure(_subject(made), _about(made), budget, update)
+    return profile, perf_counter() - started
+
+
+def _subject(made: _Made) -> Subject:
+    return Subject(
+        executor=made.executor,
+        limits=made.limits,
+        num_pages=made.num_pages,
+        page_size=made.page_size,
+        speculates=made.draft is not None,
+        has_draft_model=made.draft_model is not None,
+        usual_length=_usual_length(made.policy, made.draft),
+        vocab_size=made.target.config.vocab_size,
+        how=made.device.profiling,
+        exit_layer=made.target.num_layers // 2,
+        exit_candidates=candidates_of(made.target.config.vocab_size),
+        splits=made.device.splits if made.device.profiling.has_lanes else (),
+        assumed=_assumed(made),
+    )
+
+
+# ── sizes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _limits(options: EngineOptions, device: Device, target: Transformer, draft: Transformer | None) -> Limits:
+    max_running = options.max_running or min(device.max_running, options.max_batch_tokens or device.max_running)
+    return Limits(
+        max_running,
+        options.max_batch_tokens or max(device.max_batch_tokens, max_running),
+        _max_model_len(options, target.max_positions),
+        draft.max_positions if draft is not None else None,
+    )
+
+
+def _max_model_len(options: EngineOptions, known: int) -> int:
+    """What the target knows, or less if the user says so. A draft that knows less does not draft beyond that."""
+    asked = options.max_model_len
+    if asked is not None and asked > known:
+        raise ConfigError(f"max_model_len={asked}: the model knows {known} positions; give at most that")
+    return asked or known
+
+
+def _require_same_vocabulary(target: Transformer, draft: Transformer) -> None:
+    """For models that come without folders: the only thing left to compare is the number of tokens."""
+    if target.config.vocab_size != draft.config.vocab_size:
+        raise ModelError(
+            f"the draft has {draft.config.vocab_size} tokens, the target {target.config.vocab_size}; "
+            "expected the same tokenizer"
+        )

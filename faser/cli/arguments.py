@@ -1,0 +1,470 @@
+"""The options of the command line, each written once, and the values that are made of them.
+
+Knows argparse, names and defaults; what a value may be is known to the classes that take it. Importing this imports the
+standard library alone, so that --help answers at once; the defaults are therefore repeated here, and a test holds them
+against those of the classes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from faser.config import ServerOptions
+    from faser.request import SamplingParams
+
+POLICIES = "faser, off, fixed:K, table:64=3/128=1, goodput, ema, adaspec, tetris, nightjar, faser-gp"
+API_KEY_VARIABLE = "FASER_API_KEY"
+# what a shell completes with file names
+FILE_DESTINATIONS = (
+    "model", "draft", "chat_template", "trace", "workload", "save_workload", "prompts", "out", "report",
+    "profile",
+)  # fmt: skip
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that reports an error in one line, without the usage, and exits with status 2."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuse unknown arguments here: a command's own parser knows which --help to name."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unknown argument {' '.join(unknown)}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"faser: {_plain_error(message)}; {self.prog} --help lists the options\n")
+
+
+_EXPECTED = {"int": "a whole number", "float": "a number", "port": "a port from 0 (any free one) to 65535"}
+
+
+def _plain_error(message: str) -> str:
+    """argparse's message, rewritten as option, given value and what was expected."""
+    message = " ".join(message.split())
+    if found := re.fullmatch(r"argument (.+?): invalid (\w+) value: (['\"])(.*)\3", message):
+        option, kind, _, given = found.groups()
+        return f"{option} {given}: expected {_EXPECTED.get(kind, kind)}"
+    if found := re.fullmatch(r"argument (.+?): invalid choice: (['\"])(.*)\2 \(choose from (.*)\)", message):
+        option, _, given, choices = found.groups()
+        return f"{option} {given}: expected one of {choices.replace(chr(39), '')}"
+    if found := re.fullmatch(r"argument (.+?): expected (.*)", message):
+        return f"{found[1]}: expected {found[2].replace('argument', 'value')}"
+    return message.replace("the following arguments are required:", "missing")
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise ValueError(text)
+    return value
+
+
+_port.__name__ = "port"  # argparse names the type in its message
+
+
+def add_debug(parser: argparse.ArgumentParser, default: Any = argparse.SUPPRESS) -> None:
+    """For every parser, so that it may stand before or after the command; only the first of them sets a default."""
+    parser.add_argument("--debug", action="store_true", default=default, help="on an error, show where it was raised")
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    engine = _add_engine_sizes(parser)
+    engine.add_argument("--policy", help=f"{POLICIES}; default: faser with a draft, off without")
+    engine.add_argument("--no-prefix-caching", action="store_true")
+    _add_mechanisms(engine)
+    _add_profile_file(engine)
+
+
+def _add_engine_sizes(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--model", help="Hugging Face folder, hub name or GGUF file; default: SmolLM2-135M-Instruct")
+    engine.add_argument(
+        "--draft",
+        help="folder, hub name, GGUF file, draft patch, ngram (prompt lookup) or none; "
+        "default: the default model's own, none for other models",
+    )
+    engine.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu or cuda")
+    engine.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    engine.add_argument(
+        "--max-model-len", type=int, metavar="N", help="tokens of one request; default: what the model knows"
+    )
+    engine.add_argument(
+        "--max-running", type=int, metavar="N", help="requests in one batch; default: 64 on a CPU, 256 on a GPU"
+    )
+    engine.add_argument(
+        "--max-batch-tokens", type=int, metavar="N", help="rows in one step; default: 1024 on a CPU, 4096 on a GPU"
+    )
+    engine.add_argument(
+        "--max-step-ms", type=float, metavar="MS",
+        help="a step takes no more prompt rows than fit into this time, so that streams do not stall behind a long "
+        "prompt; 0: no bound; default: 300 on a CPU, 60 on a GPU",
+    )  # fmt: skip
+    engine.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens in one KV page")
+    engine.add_argument(
+        "--kv-memory", type=float, metavar="GIB",
+        help="KV pages of both models, enough for a request of 256 tokens; default: the device's choice",
+    )  # fmt: skip
+    return engine
+
+
+def _add_mechanisms(engine: argparse._ArgumentGroup) -> None:
+    engine.add_argument(
+        "--early-exit", choices=("auto", "on", "off"), default="auto",
+        help="drop drafts in the midst of a verification: where by the profile it pays (default), always, never",
+    )  # fmt: skip
+    engine.add_argument(
+        "--overlap", choices=("auto", "on", "off"), default="auto",
+        help="draft on while the drafts before are verified: where by the profile it pays (default), always, never",
+    )  # fmt: skip
+
+
+def _add_profile_file(engine: argparse._ArgumentGroup) -> None:
+    engine.add_argument(
+        "--profile", metavar="FILE",
+        help="what forwards cost, made by `faser profile`; default: the one kept for this machine and these models",
+    )  # fmt: skip
+
+
+def add_profile(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Measure what the forwards of target and draft cost on this machine and keep it for policies that go by it. "
+        "Prints a table for people, then the profile as one JSON document on the last line."
+    )
+    parser.add_argument("--out", metavar="FILE", help="default: where later starts look for it")
+    parser.add_argument("--budget", type=float, metavar="S", help="seconds; default: 18 on a GPU, 6 on a CPU")
+    engine = _add_engine_sizes(parser)
+    engine.add_argument("--policy", help="whose lengths to prepare for; default: as for `faser serve`")
+    parser.set_defaults(profile=None, no_prefix_caching=False, early_exit="auto", overlap="auto")
+
+
+def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of EngineOptions, which `LLM` takes too."""
+    return {
+        "policy": args.policy,
+        "device": args.device,
+        "dtype": args.dtype,
+        "max_model_len": args.max_model_len,
+        "max_running": args.max_running,
+        "max_batch_tokens": args.max_batch_tokens,
+        "max_step_ms": args.max_step_ms,
+        "page_size": args.page_size,
+        "kv_memory": None if args.kv_memory is None else _num_bytes("--kv-memory", args.kv_memory, 2**30),
+        "prefix_caching": not args.no_prefix_caching,
+        "profile": args.profile,
+        "early_exit": args.early_exit,
+        "overlap": args.overlap,
+    }
+
+
+def add_generation_config(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    parser.add_argument(
+        "--generation-config", choices=("auto", "none"), default="auto",
+        help="sampling defaults: of the model's generation_config.json (auto, the default), or not (none)",
+    )  # fmt: skip
+
+
+# For fields that neither the command line nor the model's generation_config.json gives.
+CHAT_SAMPLING: dict[str, Any] = {"max_tokens": 512, "temperature": 0.3, "top_p": 0.9}
+GENERATE_SAMPLING: dict[str, Any] = {"max_tokens": 64, "temperature": 0.0, "top_p": 1.0}
+
+
+def add_sampling(parser: argparse.ArgumentParser, fallback: dict[str, Any]) -> None:
+    def default(name: str) -> str:
+        return f"default: the model's, else {fallback[name]:g}"
+
+    sampling = parser.add_argument_group("sampling")
+    add_generation_config(sampling)
+    sampling.add_argument("--max-tokens", type=int, metavar="N", help=default("max_tokens"))
+    sampling.add_argument("--min-tokens", type=int, default=0, metavar="N")
+    sampling.add_argument("--temperature", type=float, metavar="T", help=f"0 is greedy; {default('temperature')}")
+    sampling.add_argument("--top-p", type=float, metavar="P", help=f"1 keeps all; {default('top_p')}")
+    sampling.add_argument("--top-k", type=int, metavar="K", help="0 keeps all; default: the model's, else 0")
+    sampling.add_argument("--min-p", type=float, metavar="P", help="0 keeps all; default: the model's, else 0")
+    sampling.add_argument("--seed", type=int, help="same prompt, parameters and seed give the same text")
+    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="may be given several times")
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on past the model's end token")
+    sampling.add_argument("--presence-penalty", type=float, default=0.0, metavar="X")
+    sampling.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X")
+    sampling.add_argument(
+        "--repetition-penalty", type=float, metavar="X", help="1 is none; default: the model's, else 1"
+    )
+    sampling.add_argument("--max-draft", type=int, metavar="K", help="cap the draft length; 0 switches speculation off")
+
+
+def sampling_params(
+    args: argparse.Namespace, defaults: Mapping[str, Any], logprobs: int | None = None
+) -> SamplingParams:
+    """The options given; for those that are not, `defaults`."""
+    from faser.request import SamplingParams
+
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return SamplingParams(
+        **{**defaults, **given},
+        min_tokens=args.min_tokens,
+        seed=args.seed,
+        stop=args.stop,
+        ignore_eos=args.ignore_eos,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        logprobs=logprobs,
+        max_draft=args.max_draft,
+    )
+
+
+def add_chat_template(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
+
+
+def chat_template_text(args: argparse.Namespace) -> str | None:
+    if args.chat_template is None:
+        return None
+    try:
+        return Path(args.chat_template).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        from faser.errors import ConfigError
+
+        raise ConfigError(
+            f"--chat-template {args.chat_template}: cannot be read ({error}); give a Jinja file"
+        ) from None
+
+
+def add_server(parser: argparse.ArgumentParser) -> None:
+    server = parser.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine only; 0.0.0.0 is all")
+    server.add_argument("--port", type=_port, default=8000, metavar="N", help="default: 8000; 0 is any free one")
+    server.add_argument("--served-model-name", metavar="NAME", help="what clients call the model; default: its own")
+    server.add_argument(
+        "--api-key", action="append", default=[], metavar="KEY",
+        help=f"ask clients for it, on all paths but /health; may be given several times. {API_KEY_VARIABLE} keeps it "
+        "out of the process list",
+    )  # fmt: skip
+    server.add_argument("--open-metrics", action="store_true", help="with a key: serve /metrics without it")
+    server.add_argument("--max-waiting", type=int, default=256, metavar="N", help="requests that queue; default: 256")
+    server.add_argument("--max-body-size", type=float, default=8.0, metavar="MIB", help="of one request; default: 8")
+    server.add_argument("--max-prompt-tokens", type=int, metavar="N", help="default: what the model takes")
+    server.add_argument(
+        "--cors-origin", action="append", default=[], metavar="ORIGIN",
+        help="a web page that may call the server; may be given several times, * is all",
+    )  # fmt: skip
+    server.add_argument(
+        "--grace", type=float, default=30.0, metavar="SECONDS", help="for open requests on SIGTERM; default: 30"
+    )
+    server.add_argument(
+        "--engine-timeout", type=float, default=300.0, metavar="SECONDS",
+        help="a step that takes longer means a hung engine, which is killed; default: 300",
+    )  # fmt: skip
+    server.add_argument("--on-engine-failure", choices=("restart", "exit"), default="restart", help="default: restart")
+    server.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="default: info"
+    )
+    add_chat_template(parser)
+    add_generation_config(parser)
+
+
+def server_options(args: argparse.Namespace) -> ServerOptions:
+    from faser.config import EngineOptions, ServerOptions
+
+    key = os.environ.get(API_KEY_VARIABLE)
+    return ServerOptions(
+        model=args.model,
+        draft=args.draft,
+        engine=EngineOptions(**engine_fields(args)),
+        host=args.host,
+        port=args.port,
+        served_model_name=args.served_model_name,
+        api_keys=(*args.api_key, *([key] if key else [])),
+        open_metrics=args.open_metrics,
+        max_waiting=args.max_waiting,
+        max_body_size=_num_bytes("--max-body-size", args.max_body_size, 2**20),
+        max_prompt_tokens=args.max_prompt_tokens,
+        cors_origins=tuple(args.cors_origin),
+        grace=args.grace,
+        on_engine_failure=args.on_engine_failure,
+        engine_timeout=args.engine_timeout,
+        chat_template=chat_template_text(args),
+        generation_config=args.generation_config,
+        log_level=args.log_level,
+    )
+
+
+def add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Play traffic through FASER in this process, or through any server of the OpenAI API, and print its figures: "
+        "a table for people, then one JSON document on the last line. It first says how long it will take. Ctrl-C and "
+        "SIGTERM end it early and keep what was measured. docs/metrics.md defines every figure."
+    )
+    sized = (
+        "without a trace: Poisson arrivals at about half of what this machine can do; poisson:1 where --rate, "
+        "--scale, --loads, --duration or --requests is given"
+    )
+    _add_bench_prompts(_add_bench_traffic(parser, sized))
+    _add_bench_systems(parser)
+    _add_bench_results(parser)
+    engine = _add_engine_sizes(parser)
+    engine.add_argument(
+        "--prefix-caching", dest="no_prefix_caching", action="store_false", help="default: off, so that runs are alike"
+    )
+    _add_mechanisms(engine)
+    engine.add_argument(
+        "--acceptance", type=float, metavar="P",
+        help="accept each drafted token with this probability, whatever it says: wrong text, real cost",
+    )  # fmt: skip
+    _add_profile_file(engine)
+    parser.set_defaults(policy=None, repeats_trace=False)
+
+
+def add_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Play traffic through the real scheduler and policies on a virtual clock: steps take the seconds of a profile, "
+        "drafts are judged by an oracle. The figures are those of `faser bench`. docs/simulator.md says how it works."
+    )
+    _add_bench_traffic(parser, "without a trace: poisson:1")
+    systems = parser.add_argument_group("systems")
+    _add_policies(systems)
+    systems.add_argument(
+        "--against", action="append", default=[], metavar="[NAME=]FILE",
+        help="results to stand beside, as of `faser bench`; may be given several times, ratios are against the first",
+    )  # fmt: skip
+    _add_bench_results(parser)
+    _add_simulated_machine(parser)
+    # what `faser bench` can be told besides, and nothing simulated needs
+    parser.set_defaults(
+        url=None, api_key=None, request_timeout=600.0, warmup=0, model=None, draft=None, save_workload=None,
+        repeats_trace=True,
+    )  # fmt: skip
+
+
+def _add_simulated_machine(parser: argparse.ArgumentParser) -> None:
+    machine = parser.add_argument_group("simulated machine")
+    machine.add_argument(
+        "--profile", default="h200-8b-1b", metavar="NAME|FILE",
+        help="what forwards cost: h200-8b-1b (default), h200-32b-0.6b, or a file of `faser profile`",
+    )  # fmt: skip
+    machine.add_argument(
+        "--acceptance", default="replay", metavar="HOW",
+        help="replay (measured sequences, default), P, P:SPREAD, P:SPREAD:DRIFT, or a document of `faser bench`",
+    )  # fmt: skip
+    machine.add_argument(
+        "--replicas", type=int, default=1, metavar="N",
+        help="so many machines behind a least-loaded router; above 16, by tables of one; default: 1",
+    )  # fmt: skip
+    machine.add_argument("--max-running", type=int, default=256, metavar="N", help="requests in a batch; default: 256")
+    machine.add_argument(
+        "--max-batch-tokens", type=int, default=4096, metavar="N", help="rows in one step; default: 4096"
+    )
+    machine.add_argument(
+        "--max-step-ms", type=float, default=50.0, metavar="MS",
+        help="a step takes no more prompt rows than fit into this time; 0: no bound; default: 50",
+    )  # fmt: skip
+    machine.add_argument(
+        "--max-model-len", type=int, default=4096, metavar="N", help="tokens of one request; default: 4096"
+    )
+    machine.add_argument(
+        "--kv-tokens", type=int, metavar="N", help="that each KV pool holds; default: what the profile says"
+    )
+    machine.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens in one KV page; default: 16")
+    machine.add_argument(
+        "--no-run-ahead", action="store_true", help="plan a step only when the one before has ended, as on a CPU"
+    )
+    machine.add_argument(
+        "--overlap", choices=("auto", "on", "off"), default="off",
+        help="draft on while the drafts before are verified; what that takes must be in the profile (default: off)",
+    )  # fmt: skip
+    machine.add_argument(
+        "--noise", type=float, default=0.0, metavar="SHARE", help="spread of a step's seconds, as 0.05; default: none"
+    )
+
+
+def _add_bench_traffic(parser: argparse.ArgumentParser, default_arrivals: str) -> argparse._ArgumentGroup:
+    traffic = parser.add_argument_group("traffic")
+    traffic.add_argument(
+        "--trace", metavar="NAME|FILE",
+        help="azure-conv, azure-code, or a CSV or JSON Lines file of arrival, prompt_tokens, output_tokens",
+    )  # fmt: skip
+    traffic.add_argument(
+        "--arrivals", metavar="PROCESS",
+        help="instead of a trace's: poisson:RATE, gamma:RATE:SHAPE, square:LOW:HIGH:PERIOD, ramp:LOW:HIGH; "
+        f"default {default_arrivals}",
+    )  # fmt: skip
+    traffic.add_argument("--concurrency", metavar="N,…", help="closed loops instead: so many requests open at a time")
+    traffic.add_argument("--workload", metavar="FILE", help="play the requests of this file")
+    traffic.add_argument("--rate", metavar="R,…", help="mean requests per second, one or several")
+    traffic.add_argument("--scale", type=float, metavar="X", help="or times the rate of the source")
+    traffic.add_argument(
+        "--loads", metavar="X,…", help="several rates, as multiples of --rate or of the source's; A..B:N are N of them"
+    )
+    traffic.add_argument("--start", type=float, default=0.0, metavar="S", help="skip so many seconds of a trace")
+    traffic.add_argument(
+        "--duration", type=float, metavar="S", help="seconds of traffic; default: 30, of a trace all there is"
+    )
+    traffic.add_argument(
+        "--span", type=float, metavar="S",
+        help="play that part of the trace in so many seconds; the rate is then met by leaving requests out",
+    )  # fmt: skip
+    traffic.add_argument("--requests", type=int, metavar="N", help="at most so many; of a closed loop, so many")
+    traffic.add_argument("--prompt-len", default="128", metavar="N|A..B", help="tokens, without a trace; default: 128")
+    traffic.add_argument("--output-len", default="64", metavar="N|A..B", help="likewise; default: 64")
+    traffic.add_argument("--length-scale", type=float, default=1.0, metavar="X", help="times all lengths")
+    traffic.add_argument(
+        "--max-prompt", type=int, metavar="N", help="cut longer prompts; default: what the model takes"
+    )
+    traffic.add_argument("--max-output", type=int, metavar="N", help="likewise outputs")
+    traffic.add_argument(
+        "--prompts", default="specbench", metavar="NAME,…",
+        help="specbench, mtbench, gsm8k, a text or JSON Lines file, or random (tokens); default: specbench",
+    )  # fmt: skip
+    traffic.add_argument("--seed", type=int, default=0, help="of everything that is drawn; default: 0")
+    return traffic
+
+
+def _add_bench_prompts(traffic: argparse._ArgumentGroup) -> None:
+    """What matters only where prompts have a text."""
+    traffic.add_argument("--save-workload", metavar="FILE", help="write the requests there, to be played elsewhere too")
+    traffic.add_argument("--no-chat-template", action="store_true", help="prompts without the model's chat template")
+    traffic.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+
+
+def _add_bench_systems(parser: argparse.ArgumentParser) -> None:
+    systems = parser.add_argument_group("systems")
+    _add_policies(systems)
+    systems.add_argument("--url", help="a server of the OpenAI API instead of FASER in this process")
+    systems.add_argument(
+        "--against", action="append", default=[], metavar="[NAME=]URL|FILE",
+        help="another system beside it: a server, which plays the same traffic, or a file of results; "
+        "may be given several times, ratios are taken against the first",
+    )  # fmt: skip
+    systems.add_argument("--api-key", metavar="KEY", help=f"for servers; default: {API_KEY_VARIABLE}")
+    systems.add_argument(
+        "--request-timeout", type=float, default=600.0, metavar="S", help="for a server's answer; default: 600"
+    )
+    systems.add_argument("--warmup", type=int, default=8, metavar="N", help="requests before each run; default: 8")
+
+
+def _add_policies(systems: argparse._ArgumentGroup) -> None:
+    systems.add_argument(
+        "--policies", metavar="P,…", help=f"each plays the same traffic: {POLICIES}, fixed:1..6; default: off,faser"
+    )
+    systems.add_argument("--repeats", type=int, default=1, metavar="N", help="median and spread of N; default: 1")
+
+
+def _add_bench_results(parser: argparse.ArgumentParser) -> None:
+    results = parser.add_argument_group("results")
+    results.add_argument("--slo", metavar="NAME=S,…", help="what counts as good, e.g. ttft=0.5,tpot=0.05 in seconds")
+    results.add_argument("--out", metavar="FILE", help="write the whole document, every request in it")
+    results.add_argument("--report", metavar="DIR", help="write one HTML page with plots, and the plots as images")
+
+
+def _num_bytes(option: str, size: float, unit: int) -> int:
+    if not 0 < size < float("inf"):
+        from faser.errors import ConfigError
+
+        name = {2**20: "mebibytes", 2**30: "gibibytes"}[unit]
+        raise ConfigError(f"{option} {size}: expected {name} above 0")
+    return max(1, int(size * unit))

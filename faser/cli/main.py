@@ -1,0 +1,294 @@
+"""The command line. Parses first and imports later, so that --help answers at once.
+
+Knows the commands and how they end: the exit status, and errors in one line. Their options are in arguments.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from faser.cli import arguments
+
+if TYPE_CHECKING:
+    from faser.llm import LLM
+    from faser.request import RequestOutput
+    from faser.text.chat import ChatTemplate
+
+FAILED, MISUSED, BROKEN, INTERRUPTED = 1, 2, 70, 130  # exit statuses; 70 is EX_SOFTWARE of sysexits.h
+SHELLS = ("bash", "zsh", "tcsh")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    args.command_line = tuple(sys.argv[1:] if argv is None else argv)
+    if not hasattr(args, "run"):
+        parser.print_help(sys.stderr)
+        return MISUSED
+    from faser.errors import FaserError
+    from faser.threads import prepare_openmp
+
+    prepare_openmp()  # for this process, before torch loads, and for the server's engine
+    try:
+        _tolerate_encodings()
+        status = int(args.run(args))
+        sys.stdout.flush()  # here, where a closed pipe is caught
+        return status
+    except BrokenPipeError:
+        _discard_output()
+        return FAILED
+    except KeyboardInterrupt:
+        return _report("interrupted", INTERRUPTED)
+    except FaserError as error:
+        if args.debug:
+            raise
+        return _report(str(error), FAILED)
+    except Exception as error:
+        if args.debug:
+            raise
+        reason = f"internal error: {type(error).__name__}: {error}"
+        return _report(f"{reason}; run again with --debug for the trace", BROKEN)
+
+
+def _report(text: str, status: int) -> int:
+    print("faser:", " ".join(text.splitlines()), file=sys.stderr)
+    return status
+
+
+def _tolerate_encodings() -> None:
+    """Show what a terminal's encoding lacks, and read what is none, as replacement characters, not as an error."""
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _discard_output() -> None:
+    """The reader has gone; Python would still flush on its way out, and complain."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = arguments.Parser(prog="faser", description="Speculative decoding that never changes the output.")
+    parser.add_argument("--version", action=_Version, help="print the version and leave")
+    arguments.add_debug(parser, default=False)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="serve the OpenAI API over HTTP")
+    serve.set_defaults(run=_serve)
+    arguments.add_server(serve)
+    arguments.add_engine(serve)
+
+    chat = commands.add_parser("chat", help="talk to the model in the terminal")
+    chat.set_defaults(run=_chat)
+    _add_chat_arguments(chat)
+
+    generate = commands.add_parser("generate", help="continue prompts and print the text")
+    generate.set_defaults(run=_generate)
+    _add_generate_arguments(generate)
+
+    bench = commands.add_parser("bench", help="measure policies, or a server, under real traffic")
+    bench.set_defaults(run=_bench)
+    arguments.add_bench(bench)
+
+    profile = commands.add_parser("profile", help="measure what forwards cost on this machine")
+    profile.set_defaults(run=_profile)
+    arguments.add_profile(profile)
+
+    simulate = commands.add_parser("simulate", help="play traffic through simulated GPUs, one or a thousand")
+    simulate.set_defaults(run=_simulate)
+    arguments.add_simulate(simulate)
+
+    completion = commands.add_parser("completion", help="print a script that completes faser's options in a shell")
+    completion.set_defaults(run=_completion)
+    completion.add_argument("shell", choices=SHELLS, help='e.g. for bash: eval "$(faser completion bash)"')
+
+    for command in (serve, chat, generate, bench, profile, simulate, completion):
+        arguments.add_debug(command)
+    return parser
+
+
+class _Version(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        print(f"faser {version('faser')}")
+        parser.exit()
+
+
+# ---- serve ----
+
+
+def _serve(args: argparse.Namespace) -> int:
+    options = arguments.server_options(args)
+    from faser.server.run import serve
+
+    return serve(options)
+
+
+# ---- chat ----
+
+
+def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Talk to the model. Every line is a message; /help lists commands. Reads from a pipe too."
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt; default: the model's own, if it has one")
+    parser.add_argument("--show-drafts", action="store_true", help="colour the tokens that the draft guessed right")
+    arguments.add_chat_template(parser)
+    arguments.add_engine(parser)
+    arguments.add_sampling(parser, arguments.CHAT_SAMPLING)
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from faser.cli.terminal import Chat, Screen
+
+    params = arguments.sampling_params(args, _sampling_defaults(args, arguments.CHAT_SAMPLING))
+    interactive, screen = sys.stdin.isatty(), Screen(args.show_drafts)
+    with _make_chat_llm(args) as llm:
+        if interactive:
+            screen.note(f"{args.model or 'SmolLM2-135M-Instruct'}; /help lists commands, Ctrl-D leaves")
+        screen.legend()
+        Chat(llm, params, screen, args.system, interactive).run()
+    return 0
+
+
+def _sampling_defaults(args: argparse.Namespace, fallback: dict[str, Any]) -> dict[str, Any]:
+    """For options that were not given: what the model recommends, else `fallback`."""
+    from faser.models.source import recommended_sampling
+
+    recommended = recommended_sampling(args.model, args.generation_config)
+    recommended.log_ignored()
+    return {**fallback, **recommended.values}
+
+
+def _make_chat_llm(args: argparse.Namespace) -> LLM:
+    """With a template that is known to work before the first weight is read."""
+    from faser.errors import ConfigError
+    from faser.models.source import open_target
+
+    template = open_target(args.model).chat_template(arguments.chat_template_text(args))
+    if template is None:
+        raise ConfigError(
+            f"{args.model} has no chat template; give one with --chat-template FILE, or continue plain text with "
+            "`faser generate`"
+        )
+    template.check()
+    return _make_llm(args, chat_template=template)
+
+
+# ---- generate ----
+
+
+def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "prompts", nargs="+", metavar="PROMPT", help="text to continue; - reads one from standard input"
+    )
+    parser.add_argument("--chat", action="store_true", help="take each prompt as a message and answer it")
+    parser.add_argument("--json", action="store_true", help="one JSON document per prompt instead of text")
+    parser.add_argument("--logprobs", type=int, metavar="N", help="with --json: report the N likeliest tokens")
+    arguments.add_chat_template(parser)
+    arguments.add_engine(parser)
+    arguments.add_sampling(parser, arguments.GENERATE_SAMPLING)
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from faser.errors import ConfigError
+
+    if args.logprobs is not None and not args.json:
+        raise ConfigError("--logprobs has nowhere to go without --json; add it")
+    if args.chat_template is not None and not args.chat:
+        raise ConfigError("--chat-template has no use without --chat; add it")
+    defaults = _sampling_defaults(args, arguments.GENERATE_SAMPLING)
+    params = arguments.sampling_params(args, defaults, args.logprobs)
+    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
+    with _make_chat_llm(args) if args.chat else _make_llm(args) as llm:
+        prompts = [llm.chat_prompt([{"role": "user", "content": text}]) for text in texts] if args.chat else texts
+        is_free = args.max_tokens is None  # then a prompt that leaves little room is no error
+        outputs = llm.generate(prompts, [llm.fitted(params, prompt) for prompt in prompts] if is_free else params)
+        for number, output in enumerate(outputs):
+            print(_as_json(output) if args.json else _as_text(texts[number], output, len(texts) > 1))
+            if output.error is not None:
+                print(f"faser: prompt {number + 1} failed: {output.error}", file=sys.stderr)
+        from faser.cli.terminal import summary
+
+        print(summary(llm.stats), file=sys.stderr)
+    return FAILED if any(output.error is not None for output in outputs) else 0
+
+
+def _make_llm(args: argparse.Namespace, chat_template: ChatTemplate | None = None) -> LLM:
+    from faser.llm import LLM
+
+    # "none": the commands give every call its parameters, and have read the model's recommendation for them. For a few
+    # answers a profile is not worth the wait; one that was kept is used.
+    fields = {**arguments.engine_fields(args), "profiling": "none"}
+    return LLM(args.model, args.draft, chat_template=chat_template, generation_config="none", **fields)
+
+
+def _as_text(prompt: str, output: RequestOutput, named: bool) -> str:
+    return f"=== {prompt}\n{output.text}" if named else output.text
+
+
+def _as_json(output: RequestOutput) -> str:
+    import json
+    from dataclasses import asdict
+
+    return json.dumps({**asdict(output), "stats": {**asdict(output.stats), "pruned": output.stats.pruned}})
+
+
+# ---- bench ----
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from faser.bench.command import bench
+
+    return bench(args)
+
+
+# ---- profile ----
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from faser.cli.profile import profile
+
+    return profile(args)
+
+
+# ---- simulate ----
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from faser.sim.command import simulate
+
+    return simulate(args)
+
+
+# ---- completion ----
+
+
+def _completion(args: argparse.Namespace) -> int:
+    import shtab
+
+    parser = make_parser()
+    for command in _subparsers(parser):
+        for action in command._actions:
+            if action.dest in arguments.FILE_DESTINATIONS:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+    print(shtab.complete(parser, args.shell))
+    return 0
+
+
+def _subparsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    choices = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return [command for commands in choices for command in commands.values()]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

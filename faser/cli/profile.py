@@ -1,0 +1,108 @@
+"""`faser profile`: measure, say what was found, keep it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from faser.cli import arguments
+from faser.config import EngineOptions
+from faser.cost.profile import CURVES, Beside, Curve, Profile
+from faser.errors import ConfigError
+
+AIM = 0.075  # what predictions of either model may be off by, on average
+TITLES = {
+    "verify": "verification, by rows",
+    "prompts": "with prompts, by rows",
+    "first_draft": "first drafted token, by requests",
+    "next_draft": "each further one, by requests",
+    "catch_up": "first, where drafts catch up, by rows",
+}
+
+
+def profile(args: argparse.Namespace) -> int:
+    if args.budget is not None and not 0 < args.budget < float("inf"):
+        raise ConfigError(f"--budget {args.budget:g}: expected seconds above 0")
+    options = EngineOptions(**arguments.engine_fields(args))
+    from faser.build import load_pair, measure_profile
+
+    found, seconds = measure_profile(load_pair(args.model, args.draft, options), options, args.budget)
+    print(render(found), end="\n\n")
+    print(f"measured in {seconds:.1f} s, {_keep(found, args.out)}", end="\n\n")
+    print(json.dumps(found.to_dict()))
+    return 0
+
+
+def _keep(found: Profile, out: str | None) -> str:
+    """Where it went, for people."""
+    if out is None:
+        from faser.runtime.profiling.saved import keep
+
+        reason = found.why_not_kept()
+        if reason is not None:
+            return f"not kept: {reason}; try again when the machine is idle, or with a larger --budget"
+        kept = keep(found)
+        return "not kept" if kept is None else f"kept in {kept}"
+    path = Path(out).expanduser()
+    try:
+        found.save(path)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written ({error})") from None
+    return f"written to {path}"
+
+
+def render(found: Profile) -> str:
+    about = "\n".join(f"{name}: {value}" for name, value in found.about.items())
+    tables = [_table(TITLES[name], getattr(found, name)) for name in CURVES]
+    tables += map(_beside_table, found.besides)
+    return "\n\n".join([about, *tables, _verdict(found)])
+
+
+def _table(title: str, curve: Curve) -> str:
+    end = "" if curve.is_stepped else f" up to {curve.stepped_to:,}"
+    steps = f"; in between as the next larger{end}" if curve.stepped_to else ""
+    if not any(curve.seconds):
+        return f"{title}: nothing to measure"
+    cells: list[tuple[str, ...]] = [("", "ms", "µs per 1,000 tokens of context")]
+    points = zip(curve.rows, curve.seconds, curve.per_token, strict=True)
+    cells += [(f"{rows:,}", f"{1e3 * seconds:.3f}", f"{1e9 * each:.2f}") for rows, seconds, each in points]
+    return "\n".join([title + steps, *_aligned(cells)])
+
+
+def _beside_table(beside: Beside) -> str:
+    """Of drafting and verification at a time, on one split of the device."""
+    where = f"on {beside.draft_sms} SMs of its own" if beside.draft_sms else "all shared"
+    columns = (beside.draft, beside.verify, beside.together)
+    cells: list[tuple[str, ...]] = [("", "draft alone", "verify alone", "together", "not hidden")]
+    cells += [
+        (
+            f"{size:,}",
+            *(f"{1e3 * each.seconds[i]:.3f} ms" for each in columns),
+            f"{100 * beside.share.seconds[i]:.0f} %",
+        )
+        for i, size in enumerate(beside.share.rows)
+    ]
+    return "\n".join([f"drafting beside verification, {where}, by requests", *_aligned(cells)])
+
+
+def _aligned(cells: Sequence[tuple[str, ...]]) -> Iterable[str]:
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ("  ".join(map(str.rjust, row, widths)) for row in cells)
+
+
+def _verdict(found: Profile) -> str:
+    looks = [] if found.stop_seconds is None else [f"a look at a draft: {1e3 * found.stop_seconds:.3f} ms"]
+    lines = [
+        f"host, each step: {1e3 * found.host:.3f} ms",
+        *looks,
+        f"on batches it was not made from: {found.accuracy}",
+    ]
+    over = [name for name in ("verify", "draft") if found.errors.get(name, 0.0) > AIM]
+    if over:
+        lines.append(
+            f"{' and '.join(over)}: above the {100 * AIM:.1f} % aimed at; on a machine that does other things too, "
+            "try again when it is idle, or with a larger --budget"
+        )
+    return "\n".join(lines)

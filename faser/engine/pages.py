@@ -1,0 +1,188 @@
+"""Who holds which KV pages of one model: page tables, sharing, and the prefix cache.
+
+Knows page numbers and hashes. Knows nothing of tensors, models or requests beyond their slot. A page is in one of
+three states: free; held (by the tables of one or more slots); or idle (held by nobody, but published under the hash
+of its content, so that a later prompt with the same beginning can take it instead of computing it). Idle pages are
+given out, least recently used first, when no free page is left.
+
+Only full pages whose tokens are committed are published, so a shared page is never written again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+
+from faser.arrays import IntArray
+from faser.errors import EngineError
+from faser.step import PageWrites
+
+NO_WRITES = PageWrites(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
+
+
+def page_hash(previous: bytes, tokens: IntArray) -> bytes:
+    """The name of a full page: its tokens and, through `previous`, all tokens before it."""
+    return blake2b(previous + tokens.tobytes(), digest_size=16).digest()
+
+
+class PagePool:
+    """The pages of one model's KV cache and a page table row for each slot."""
+
+    def __init__(self, num_pages: int, page_size: int, max_slots: int, max_tokens: int, caching: bool = True) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.table: IntArray = np.zeros((max_slots, self.pages_for(max_tokens)), dtype=np.int64)
+        self.count: IntArray = np.zeros(max_slots, dtype=np.int64)
+        self._caching = caching
+        self._free: IntArray = np.arange(num_pages, dtype=np.int64)[::-1].copy()  # a stack: the last num_free are free
+        self._num_free = num_pages
+        self._holders: IntArray = np.zeros(num_pages, dtype=np.int64)
+        self._published: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._writes: list[tuple[IntArray, IntArray]] = []  # (slots, columns) of the table
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be given out now, idle ones included."""
+        return self._num_free + len(self._idle)
+
+    @property
+    def num_free(self) -> int:
+        """Pages that hold nothing, cached or in use."""
+        return self._num_free
+
+    @property
+    def num_held(self) -> int:
+        return self.num_pages - self.num_available
+
+    def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:
+        """Grow each slot's table to hold num_tokens. All or nothing: False, and nothing changed, if pages are short."""
+        held = self.count[slots]
+        needed = -(-num_tokens // self.page_size) - held
+        grows = needed > 0
+        if not grows.any():
+            return True
+        slots, held, needed = slots[grows], held[grows], needed[grows]
+        cu_needed = needed.cumsum()
+        total = int(cu_needed[-1])
+        if total > self.num_available:
+            return False
+        pages = self._take(total)
+        columns = np.arange(total) + (held + needed - cu_needed).repeat(needed)
+        self._write(slots.repeat(needed), columns, pages)
+        self._holders[pages] = 1
+        self.count[slots] = held + needed
+        return True
+
+    def truncate(self, slots: IntArray, num_tokens: IntArray) -> None:
+        """Give back the pages beyond num_tokens: look-ahead for drafts that were rejected.
+
+        The caller never cuts into committed tokens, so these pages are unpublished and held once.
+        """
+        kept = -(-num_tokens // self.page_size)
+        while (over := np.flatnonzero(self.count[slots] > kept)).size:
+            slots, kept = slots[over], kept[over]
+            self.count[slots] -= 1
+            pages = self.table[slots, self.count[slots]]
+            self._holders[pages] = 0
+            self._push(pages)
+
+    def release(self, slot: int) -> None:
+        """Give back all of a slot's pages. Published ones become idle, the end of the context first in line to go."""
+        if not self.count[slot]:
+            return
+        pages = self.table[slot, : self.count[slot]][::-1]
+        self.count[slot] = 0
+        self._holders[pages] -= 1
+        if not self._hash_of:  # then nobody shares
+            self._push(pages)
+            return
+        unheld = pages[self._holders[pages] == 0]
+        for page in unheld.tolist():
+            if page in self._hash_of:
+                self._idle[page] = None
+            else:
+                self._push(np.array([page]))
+
+    def find(self, hashes: Sequence[bytes]) -> tuple[int, int]:
+        """How many pages `match` would take, and how many of these are idle now."""
+        pages = self._published_run(hashes)
+        return len(pages), sum(page in self._idle for page in pages)
+
+    def match(self, slot: int, hashes: Sequence[bytes]) -> int:
+        """Take the longest published run of `hashes` into an empty slot; returns how many pages that was."""
+        pages = self._published_run(hashes)
+        for page in pages:
+            self._idle.pop(page, None)
+        if pages:
+            taken = np.array(pages)
+            self._holders[taken] += 1
+            self._write(np.full(len(pages), slot), np.arange(len(pages)), taken)
+            self.count[slot] = len(pages)
+        return len(pages)
+
+    def publish(self, slot: int, column: int, name: bytes) -> None:
+        """Let others share a slot's full, committed page. Of two equal pages the first stays published."""
+        page = int(self.table[slot, column])
+        if self._caching and name not in self._published and page not in self._hash_of:
+            self._published[name] = page
+            self._hash_of[page] = name
+
+    def take_writes(self) -> PageWrites:
+        """The page-table entries written since the last call, for the executor's copy of the table.
+
+        An entry written twice is listed twice with its last value, so they may be applied in any order.
+        """
+        if not self._writes:
+            return NO_WRITES
+        slots, columns = (np.concatenate(parts) for parts in zip(*self._writes, strict=True))
+        self._writes = []
+        return PageWrites(slots, columns, self.table[slots, columns])
+
+    def check(self) -> None:
+        """Raise EngineError unless every page is in exactly one state and the books agree with the tables."""
+        held = Counter(int(p) for slot, n in enumerate(self.count.tolist()) for p in self.table[slot, :n])
+        free = self._free[: self._num_free].tolist()
+        idle = list(self._idle)
+        problems = {
+            "a page is lost or in two states": sorted([*held, *free, *idle]) != list(range(self.num_pages)),
+            "holder counts differ from the tables": any(held[p] != n for p, n in enumerate(self._holders.tolist())),
+            "an idle page is not published": any(p not in self._hash_of for p in idle),
+            "a free page is published": any(p in self._hash_of for p in free),
+            "hashes and pages disagree": {p: h for h, p in self._published.items()} != self._hash_of,
+        }
+        found = [text for text, wrong in problems.items() if wrong]
+        if found:
+            raise EngineError(f"KV page accounting is broken ({self.num_pages} pages): {'; '.join(found)}")
+
+    def _published_run(self, hashes: Sequence[bytes]) -> list[int]:
+        pages: list[int] = []
+        for name in hashes:
+            page = self._published.get(name)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def _take(self, total: int) -> IntArray:
+        while self._num_free < total:
+            page, _ = self._idle.popitem(last=False)
+            del self._published[self._hash_of.pop(page)]
+            self._push(np.array([page]))
+        self._num_free -= total
+        return self._free[self._num_free : self._num_free + total][::-1].copy()
+
+    def _push(self, pages: IntArray) -> None:
+        self._free[self._num_free : self._num_free + pages.size] = pages
+        self._num_free += pages.size
+
+    def _write(self, slots: IntArray, columns: IntArray, pages: IntArray) -> None:
+        self.table[slots, columns] = pages
+        self._writes.append((slots, columns))

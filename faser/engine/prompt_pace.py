@@ -1,0 +1,251 @@
+"""How many prompt rows fit into the seconds of a step, and which prompts get them.
+
+Knows rows, contexts and seconds that others measured. Knows no clock, no requests and no pages.
+
+A step takes about
+
+    base + per_row · rows + per_pair · pairs
+
+where base is what a step without prompt rows takes, and pairs counts (row, context token) pairs: a prompt row attends
+to all tokens before it. For a long prompt the pairs dominate. `Pace` learns the three numbers from the steps that ran.
+`Room` is what one step has to give: rows and seconds. `turns` says who takes from it first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import exp, inf, log, sqrt
+
+import numpy as np
+
+from faser.arrays import IntArray
+from faser.step import StepPlan, StepSeconds
+
+OLDEST_SHARE = 0.25  # of a step's room for prompts, kept for the oldest prompt
+ALONE = 2.0  # times the bound: where nobody decodes, nobody stalls, and larger steps waste less
+CATCH_UP_SHARE = 0.5  # of the seconds to spare, for a draft that catches up while prompts wait
+KEPT_UP = 16  # draft rows of a request that still count as kept up: they cost about as much as one
+
+MIN_FILLED = 512  # rows of a step from which its seconds grow with every row
+# Products have tiles of 256 rows. An 8B on an H200 computes 42 to 44 thousand rows a second at multiples of that, from
+# 512 to 2,048 rows, and 40 to 41 thousand at 640, 896, 1,408, 1,664 and 1,920.
+TILE_ROWS = 256
+
+_EQUAL_CONTEXT = 4096.0  # first guess: a context of this many tokens doubles what a row costs
+_MOST_ERROR = log(2.0)  # of one step: an outlier counts as at most twice, or half, of what was expected
+_BASE_GAIN = 0.25  # how much of an error of the base one step corrects
+_LEAST_SHARE = 0.1  # of a step's seconds that its prompt rows count for, however large the base is
+# Variances of logarithms, which is to say of relative errors.
+_STEP_NOISE = 0.2**2  # of a step's seconds
+_SPEED_DRIFT = 0.12**2  # of the machine's speed from step to step
+_RATIO_DRIFT = 0.01**2  # of per_row and of per_pair alone
+_FIRST_RATIO = 1.0**2  # of _EQUAL_CONTEXT
+
+
+@dataclass(frozen=True)
+class Pacing:
+    """What suits a kind of hardware."""
+
+    max_step_ms: float  # the default of --max-step-ms
+    first_rows: int  # prompt rows of a step before anything is known
+    least_rows: int  # prompt rows that the oldest prompt gets in any step
+    row_sizes: tuple[int, ...] = ()  # rows that steps with prompts are rounded up to, ascending; none: no rounding
+
+
+CPU = Pacing(max_step_ms=300.0, first_rows=32, least_rows=8)
+GPU = Pacing(max_step_ms=60.0, first_rows=512, least_rows=64)
+
+
+@dataclass
+class Room:
+    """What one step has left for prompts. Without seconds only rows count."""
+
+    rows: int
+    seconds: float = inf
+    pairs: float = inf
+    per_row: float = 0.0  # seconds
+    per_pair: float = 0.0
+    least_rows: int = 1
+
+    def take(self, wanted: int, context: int, is_oldest: bool = False, has_rows: bool = False) -> int:
+        """Rows for a prompt that wants `wanted` more behind its context.
+
+        In its first turn the oldest prompt gets its share and never fewer than `least_rows`. Others get nothing rather
+        than fewer than `least_rows`, unless that completes them or they have rows of this step already.
+        """
+        share = OLDEST_SHARE if is_oldest else 1.0
+        least = min(self.least_rows, wanted, self.rows)
+        rows = min(wanted, int(share * self.rows), self._fitting(share, context))
+        if rows < least and not has_rows:
+            rows = least if is_oldest else 0
+        self.rows -= rows
+        self.seconds -= self.per_row * rows + self.per_pair * pairs_of(rows, context)
+        self.pairs -= pairs_of(rows, context)
+        return rows
+
+    def _fitting(self, share: float, context: int) -> int:
+        by_seconds = _most_rows(share * self.seconds, self.per_row, self.per_pair, context)
+        return int(min(self.rows, by_seconds, _most_rows(share * self.pairs, 0.0, 1.0, context)))
+
+
+def pairs_of(rows: float, context: float) -> float:
+    """(row, context token) pairs of so many rows behind a context: each row sees one token more than the last."""
+    return rows * (context + rows / 2)
+
+
+def _most_rows(limit: float, per_row: float, per_pair: float, context: int) -> float:
+    """The largest r with per_row · r + per_pair · pairs_of(r, context) <= limit."""
+    first = per_row + per_pair * context
+    if limit <= 0 or limit == inf or first == 0 == per_pair:
+        return 0.0 if limit <= 0 else inf
+    return 2 * limit / (first + sqrt(first * first + 2 * per_pair * limit))
+
+
+def turns(left: Sequence[int]) -> Iterator[tuple[int, bool]]:
+    """The order in which prompts take rows, by index; `left` has the rows each still needs, oldest prompt first.
+
+    The oldest prompt takes its share first (True). Then all prompts take what they need, those with the fewest rows
+    left first and of equal ones the oldest. So the oldest prompt always moves on, every prompt is the oldest at some
+    time, and nobody starves. The caller may lower `left` while it iterates.
+    """
+    if left:
+        yield 0, True
+        yield from ((i, False) for i in sorted(range(len(left)), key=left.__getitem__))
+
+
+def share(room: Room, left: Sequence[int], context: Sequence[int]) -> list[int]:
+    """Rows for each prompt, oldest first."""
+    rest, rows = list(left), [0] * len(left)
+    for i, is_oldest in turns(rest):
+        taken = room.take(rest[i], context[i] + rows[i], is_oldest, rows[i] > 0)
+        rest[i] -= taken
+        rows[i] += taken
+    return rows
+
+
+def fill_size(rows: list[int], left: Sequence[int], num_others: int, sizes: Sequence[int]) -> list[int]:
+    """Cut the largest chunk so that the step fills whole tiles: rows beyond a size are paid up to the next.
+
+    `left` has the rows each prompt needs, `num_others` are rows of the step that belong to no prompt. A chunk that
+    completes its prompt is not cut, nor is a step of few rows, whose seconds hardly depend on them.
+    """
+    total = num_others + sum(rows)
+    below = [size for size in sizes if MIN_FILLED <= size <= total and size % TILE_ROWS == 0]
+    if not below or total > sizes[-1]:
+        return rows
+    excess = total - below[-1]
+    largest = max(range(len(rows)), key=rows.__getitem__)
+    if rows[largest] == left[largest] or rows[largest] <= 2 * excess:
+        return rows
+    return [each - excess if i == largest else each for i, each in enumerate(rows)]
+
+
+class Pace:
+    """Learns what prompt rows cost from the steps that ran.
+
+    A Kalman filter over the logarithms of per_row and per_pair, so that both stay positive and need no unit. It keeps
+    how uncertain each is. A machine that slows down changes both together; steps at short contexts settle per_row, and
+    those at long ones then correct per_pair.
+    """
+
+    def __init__(self, first_rows: int) -> None:
+        self.base = 0.0
+        self.per_row = 0.0  # seconds; 0: nothing is known
+        self.per_pair = 0.0
+        self._most_rows = first_rows / 2
+        self._most_pairs = first_rows * _EQUAL_CONTEXT
+        # variances of both logarithms, and their covariance
+        self._row_variance, self._pair_variance, self._covariance = 0.0, 0.0, 0.0
+
+    def learn(self, rows: int, pairs: float, seconds: float) -> None:
+        """A step with so many prompt rows took so long."""
+        seconds = max(seconds, 0.0)  # measured by two clocks: the host's, and a device's for the drafts
+        if not rows:
+            change = seconds - self.base
+            self.base += _BASE_GAIN * min(max(change, -self.base / 2), self.base) if self.base else seconds
+            return
+        if seconds <= 0:
+            return
+        if seconds < self.base:  # steps without prompts were of a larger batch
+            self.base += _BASE_GAIN * max(seconds - self.base, -self.base / 2)
+        self._most_rows = max(self._most_rows, rows)
+        self._most_pairs = max(self._most_pairs, pairs)
+        self._correct(rows, pairs, max(seconds - self.base, _LEAST_SHARE * seconds))
+
+    def _correct(self, rows: int, pairs: float, seconds: float) -> None:
+        if not self.per_row:
+            self.per_row = seconds / (rows + pairs / _EQUAL_CONTEXT)
+            self.per_pair = self.per_row / _EQUAL_CONTEXT
+            self._row_variance = self._covariance = _STEP_NOISE
+            self._pair_variance = _STEP_NOISE + _FIRST_RATIO
+            return
+        expected = self.seconds(rows, pairs)
+        error = min(max(log(seconds / expected), -_MOST_ERROR), _MOST_ERROR)
+        by_rows = self.per_row * rows / expected  # the part of what was expected; the rest is by pairs
+        # Covariances of each logarithm with the step's: H is (by_rows, 1 - by_rows).
+        row = by_rows * self._row_variance + (1 - by_rows) * self._covariance
+        pair = by_rows * self._covariance + (1 - by_rows) * self._pair_variance
+        variance = by_rows * row + (1 - by_rows) * pair + _STEP_NOISE
+        self.per_row *= exp(row / variance * error)
+        self.per_pair *= exp(pair / variance * error)
+        self._row_variance += _SPEED_DRIFT + _RATIO_DRIFT - row * row / variance
+        self._pair_variance += _SPEED_DRIFT + _RATIO_DRIFT - pair * pair / variance
+        self._covariance += _SPEED_DRIFT - row * pair / variance
+
+    def seconds(self, rows: float, pairs: float) -> float:
+        """What so many prompt rows add to a step."""
+        return self.per_row * rows + self.per_pair * pairs
+
+    def room(self, rows: int, seconds: float, least_rows: int) -> Room:
+        """What a step has for prompts, in rows and in seconds beside its base; at most twice of what was ever seen."""
+        return Room(
+            min(rows, int(2 * self._most_rows)), seconds, 2 * self._most_pairs, self.per_row, self.per_pair, least_rows
+        )
+
+
+class StepPace:
+    """Bounds the seconds of a step: prompt rows of the target, and rows with which the draft catches up."""
+
+    def __init__(self, max_seconds: float, pacing: Pacing) -> None:
+        self.max_seconds = max_seconds
+        self.prompts = Pace(pacing.first_rows)
+        self.catch_up = Pace(pacing.first_rows)
+        self.row_sizes = pacing.row_sizes
+        self._least_rows = pacing.least_rows
+
+    def learn(self, plan: StepPlan, spent: StepSeconds, seconds: float) -> None:
+        """A step took `seconds` in all, of which its parts `spent` what they say."""
+        drafting = max(0.0, spent.draft - spent.hidden)
+        self.prompts.learn(*_prompt_work(plan), seconds - drafting)
+        self.catch_up.learn(*catch_up_work(plan.draft_rows, plan.draft_start, plan.lengths), drafting)
+
+    def prompt_room(self, rows: int, is_alone: bool, taken: float = 0.0) -> Room:
+        """For prompts, beside `taken` seconds of catching up. `is_alone`: nobody decodes in this step."""
+        return self.prompts.room(rows, self._spare(is_alone) - taken, self._least_rows)
+
+    def catch_up_room(self, rows: int, beside_prompts: bool) -> Room:
+        """For drafts that catch up; they get done, too, where a step has no seconds to spare."""
+        seconds = self._spare(is_alone=False) * (CATCH_UP_SHARE if beside_prompts else 1.0)
+        return self.catch_up.room(rows, seconds, self._least_rows)
+
+    def _spare(self, is_alone: bool) -> float:
+        spare = self.max_seconds * (ALONE if is_alone else 1.0) - self.prompts.base - self.catch_up.base
+        return max(spare, self.prompts.base) if is_alone else spare  # on a slow machine, too, half of a step is rows
+
+
+def _prompt_work(plan: StepPlan) -> tuple[int, float]:
+    """Prompt rows of a step, and their pairs."""
+    if plan.only_decodes:
+        return 0, 0.0
+    reads = (plan.num_rows > 1) | ~plan.samples
+    rows, start = plan.num_rows[reads], plan.start[reads]
+    return int(rows.sum()), float(np.dot(rows, start + rows / 2))
+
+
+def catch_up_work(rows: IntArray, start: IntArray, lengths: IntArray) -> tuple[int, float]:
+    """Rows of drafts that catch up in a step, and their pairs. The arguments are the draft's rows of each request."""
+    late = rows > np.where(lengths > 0, KEPT_UP, 0)  # who catches up and is not through drafts nothing
+    if not late.any():
+        return 0, 0.0
+    return int(rows[late].sum()), float(np.dot(rows[late], start[late] + rows[late] / 2))

@@ -1,0 +1,129 @@
+"""What the engine did: one record per step in, totals and rates out.
+
+Tokens are counted as they are emitted, never as stream chunks. Seconds are those the caller measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from faser.arrays import IntArray
+from faser.request import Progress
+from faser.step import StepPlan, StepResult
+
+
+@dataclass(frozen=True)
+class LastStep:
+    """The latest step."""
+
+    num_decoding: int  # requests that emitted tokens
+    num_drafting: int  # of these, those that drafted
+    drafted: int
+    speculating_changed: float  # on the engine's clock, when speculation was last switched on or off
+
+
+@dataclass
+class EngineStats:
+    """Totals since the engine started."""
+
+    steps: int = 0
+    emitted: int = 0
+    drafted: int = 0
+    verified: int = 0
+    accepted: int = 0
+    chunks: int = 0  # drafts of a request made while its frontier was verified
+    hits: int = 0  # and of these, those that held, or that another had been made in place of
+    adopted: int = 0  # of the hits, these
+    lanes: int = 1  # parts of the device that the last step ran on
+    context_rows: int = 0  # rows of context the target computed, drafts not counted
+    plan_seconds: float = 0.0
+    draft_seconds: float = 0.0  # that a step took longer for it
+    hidden_seconds: float = 0.0  # of drafting, while drafts before were verified
+    verify_seconds: float = 0.0
+    step_seconds: float = 0.0
+    predicted_seconds: float = 0.0  # by the cost model, before each step ran
+    off_seconds: float = 0.0  # of steps in which requests decoded and nobody drafted
+    last: LastStep | None = None
+    # index k: how often a request that could have drafted was given length k
+    lengths: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    # index t: how often a request verified, and had accepted, at least t + 1 tokens in one step
+    verified_per_position: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    accepted_per_position: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    def record(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        progress: Iterable[Progress],
+        *,
+        started: float,
+        planned: float,
+        ended: float,
+        predicted: float | None = None,
+    ) -> None:
+        """Count a step. Emitted are the tokens handed out; accepted, for the draft's sake, also those behind a stop."""
+        self.steps += 1
+        self.emitted += sum([len(item.token_ids) for item in progress])
+        self.context_rows += int(plan.num_rows.sum())
+        self.plan_seconds += planned - started
+        self.draft_seconds += result.seconds.draft - result.seconds.hidden
+        self.hidden_seconds += result.seconds.hidden
+        self.verify_seconds += result.seconds.verify
+        self.step_seconds += ended - started
+        self.predicted_seconds += predicted or 0.0
+        if result.num_drafted.any() or result.num_verified.any():
+            self.drafted += int(result.num_drafted.sum())
+            self.verified += int(result.num_verified.sum())
+            self.accepted += int(result.num_accepted.sum())
+        if result.hits is not None:
+            self.chunks += int(np.count_nonzero(plan.chunks_of(result.num_drafted)))
+            self.hits += int(np.count_nonzero(result.hits))
+        self.lanes = 2 if plan.overlaps and plan.draft_sms else 1
+        if result.adopted is not None:
+            self.adopted += int(np.count_nonzero(result.adopted))
+        if result.num_verified.any():
+            self.verified_per_position = _add_positions(self.verified_per_position, result.num_verified)
+            self.accepted_per_position = _add_positions(self.accepted_per_position, result.num_accepted)
+        self._record_lengths(plan, result, ended, ended - started)
+
+    def _record_lengths(self, plan: StepPlan, result: StepResult, ended: float, seconds: float) -> None:
+        samples = plan.samples
+        num_decoding, num_drafting = int(samples.sum()), int((result.num_drafted > 0).sum())
+        if not num_decoding:
+            return
+        self.lengths = _add(self.lengths, np.bincount(result.num_drafted[samples]))
+        if not num_drafting:
+            self.off_seconds += seconds
+        was = self.last
+        changed = ended if was is None or (was.num_drafting > 0) != (num_drafting > 0) else was.speculating_changed
+        drafted = int(result.num_drafted.sum())
+        self.last = LastStep(num_decoding, num_drafting, drafted, changed)
+
+    @property
+    def pruned(self) -> int:
+        return self.drafted - self.verified
+
+    @property
+    def forward_seconds(self) -> float:
+        """Inside the two models."""
+        return self.draft_seconds + self.verify_seconds
+
+    @property
+    def acceptance(self) -> float:
+        """Of the verified tokens, the share the target agreed with; 0 where nothing was verified."""
+        return self.accepted / self.verified if self.verified else 0.0
+
+
+def _add_positions(totals: IntArray, counts: IntArray) -> IntArray:
+    """Add, for each t, the number of counts above t."""
+    return _add(totals, np.bincount(counts)[::-1].cumsum()[::-1][1:])
+
+
+def _add(totals: IntArray, new: IntArray) -> IntArray:
+    longer, shorter = (totals, new) if totals.size >= new.size else (new, totals)
+    summed = longer.copy()
+    summed[: shorter.size] += shorter
+    return summed

@@ -1,0 +1,266 @@
+"""What a user sets and gets: sampling parameters, requests, their progress and outputs.
+
+Knows what a well-formed request is. Knows nothing of tensors, pages or time. Every value is frozen and complete when
+built.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from faser.errors import InvalidRequest
+
+MAX_LOGPROBS = 20
+GRAMMAR_KINDS = ("json_schema", "regex")
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # an end token, a stop id or a stop string
+    LENGTH = "length"  # max_tokens reached
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+def _require(valid: bool, name: str, value: object, expected: str) -> None:
+    if not valid:
+        raise InvalidRequest(f"{name}={value!r}: expected {expected}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _in_range(value: object, low: float, high: float) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        return False
+    return bool(math.isfinite(value) and low <= value <= high)
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A language the whole output must belong to: a regular expression, or a JSON Schema given as JSON text."""
+
+    kind: str  # one of GRAMMAR_KINDS
+    text: str
+
+    def __post_init__(self) -> None:
+        _require(self.kind in GRAMMAR_KINDS, "grammar kind", self.kind, f"one of {', '.join(GRAMMAR_KINDS)}")
+        _require(isinstance(self.text, str) and bool(self.text), "grammar", self.text, "a non-empty string")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request samples. The defaults are greedy decoding of 64 tokens.
+
+    The target's distribution is built in this order: logit_bias, repetition, presence and frequency penalties, the ban
+    on end tokens below min_tokens, the grammar's mask, temperature, top_k, top_p, min_p. Temperature 0 takes the best
+    token after the mask. `logprobs` reports the model's own log-probabilities, before any of this. `max_draft` caps the
+    request's draft length; 0 opts it out of speculation; the output is the same either way.
+    """
+
+    max_tokens: int = 64
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    max_draft: int | None = None
+    grammar: Grammar | None = None
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        stop = tuple(stop) if isinstance(stop, Sequence) else stop
+        ids = self.stop_token_ids
+        ids = tuple(ids) if isinstance(ids, (Sequence, np.ndarray)) else ids
+        _require(
+            _is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer of at least 1"
+        )
+        _require(
+            _is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
+            "min_tokens", self.min_tokens, f"an integer from 0 to max_tokens ({self.max_tokens})",
+        )  # fmt: skip
+        _require(
+            _in_range(self.temperature, 0, 100), "temperature", self.temperature, "a number from 0 (greedy) to 100"
+        )
+        _require(
+            _in_range(self.top_p, 0, 1) and self.top_p > 0,
+            "top_p",
+            self.top_p,
+            "a number above 0 and at most 1 (1 keeps all)",
+        )
+        _require(_is_int(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "an integer of at least 0 (0 keeps all)")
+        _require(_in_range(self.min_p, 0, 1), "min_p", self.min_p, "a number from 0 (keeps all) to 1")
+        _require(
+            self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**64),
+            "seed", self.seed, "None or a 64-bit integer",
+        )  # fmt: skip
+        _require(
+            isinstance(stop, tuple) and all(isinstance(s, str) and s for s in stop),
+            "stop", self.stop, "a string or a list of non-empty strings",
+        )  # fmt: skip
+        _require(
+            isinstance(ids, tuple) and all(_is_int(i) and i >= 0 for i in ids),
+            "stop_token_ids", self.stop_token_ids, "a list of token ids",
+        )  # fmt: skip
+        _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
+        _require(
+            _in_range(self.presence_penalty, -2, 2), "presence_penalty", self.presence_penalty, "a number from -2 to 2"
+        )
+        _require(
+            _in_range(self.frequency_penalty, -2, 2),
+            "frequency_penalty",
+            self.frequency_penalty,
+            "a number from -2 to 2",
+        )
+        _require(
+            _in_range(self.repetition_penalty, 0, 100) and self.repetition_penalty > 0,
+            "repetition_penalty", self.repetition_penalty, "a number above 0 (1 is no penalty) and at most 100",
+        )  # fmt: skip
+        _require(
+            self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
+            "logprobs", self.logprobs, f"None or an integer from 0 to {MAX_LOGPROBS}",
+        )  # fmt: skip
+        _require(
+            self.max_draft is None or (_is_int(self.max_draft) and self.max_draft >= 0),
+            "max_draft", self.max_draft, "None or an integer of at least 0 (0 is no speculation for this request)",
+        )  # fmt: skip
+        _require(
+            self.grammar is None or isinstance(self.grammar, Grammar), "grammar", self.grammar, "None or a Grammar"
+        )
+        self._check_grammar_ends()
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in ids))
+        object.__setattr__(self, "logit_bias", self._checked_bias())
+
+    def _check_grammar_ends(self) -> None:
+        """A whole text must be able to end: what forbids the end tokens leaves a finished grammar no token at all."""
+        if self.grammar is None:
+            return
+        for name, given in (("min_tokens", self.min_tokens > 0), ("ignore_eos", self.ignore_eos)):
+            if given:
+                raise InvalidRequest(
+                    f"grammar cannot be combined with {name}={getattr(self, name)!r}: the output ends when the grammar "
+                    "says so; remove it"
+                )
+
+    def _checked_bias(self) -> Mapping[int, float] | None:
+        bias = self.logit_bias
+        if bias is None:
+            return None
+        expected = "a mapping from token id to a number from -100 to 100"
+        _require(isinstance(bias, Mapping), "logit_bias", bias, expected)
+        for token, value in bias.items():
+            _require(
+                _is_int(token) and token >= 0 and _in_range(value, -100, 100), "logit_bias", {token: value}, expected
+            )
+        return MappingProxyType({int(token): float(value) for token, value in bias.items()}) if bias else None
+
+    @property
+    def penalised(self) -> bool:
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The model's own log-probability of one emitted token, and of its most likely rivals, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token id, log-probability), as many as asked for
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What speculation did: drafted = pruned + verified, and every step emits accepted + 1 bonus token."""
+
+    drafted: int = 0
+    verified: int = 0
+    accepted: int = 0  # and kept: tokens behind a stop do not count
+    steps: int = 0  # steps that emitted tokens, so that accepted + steps is the number of tokens
+    cached: int = 0  # prompt tokens found in the prefix cache when the request first ran
+    lengths: tuple[int, ...] = ()  # index k: how many of these steps drafted k tokens; up to the longest, or 32
+
+    @property
+    def pruned(self) -> int:
+        return self.drafted - self.verified
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What `LLM.generate` returns for one prompt."""
+
+    prompt_token_ids: list[int]
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprobs] | None = None
+    stats: Stats = field(default_factory=Stats)
+    error: str | None = None  # why, where finish_reason is FAILED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """What a stream brings at a time: the tokens of one step, and the text that became certain with them.
+
+    Joined over a stream, token_ids and text are the output's. Text may come later than its tokens: a character can
+    take several, and what could be the beginning of a stop string is kept until it is not.
+    """
+
+    token_ids: tuple[int, ...]
+    num_accepted: int  # the first of token_ids, drafts the target agreed with; those after them are its own
+    pieces: tuple[tuple[str, bool], ...]  # the text in order, each piece with whether its last token was accepted
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None  # set in the last chunk only, as are the two below
+    stats: Stats | None = None
+    error: str | None = None  # why, where finish_reason is FAILED
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.pieces)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt on its way through the engine, checked and tokenised."""
+
+    id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    seed: int  # already drawn where the user gave none: the noise is a function of it
+    stop_ids: frozenset[int] = frozenset()  # the end tokens in force, and the user's stop_token_ids
+
+
+@dataclass(frozen=True)
+class Finish:
+    """How a request ended."""
+
+    reason: FinishReason
+    stats: Stats
+    stop_id: int | None = None  # the token that ended it, where one did; it is not part of the text
+    error: str | None = None  # why it failed, where it did
+    text: str | None = None  # set only where stop strings were looked for: the text before the one found
+
+
+class Progress(NamedTuple):
+    """What one request gained in one step: accepted tokens and the bonus, or its end."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish: Finish | None

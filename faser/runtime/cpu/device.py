@@ -1,0 +1,74 @@
+"""The CPU device: its sizes, and the executor that runs inline on it."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from faser.engine import prompt_pace
+from faser.errors import ConfigError
+from faser.models.transformer import Transformer
+from faser.policy.early_exit import DEPTHS
+from faser.runtime.cpu.drafter import Drafter, ModelDrafter, NgramDrafter
+from faser.runtime.cpu.executor import TorchExecutor
+from faser.runtime.cpu.runner import ModelRunner
+from faser.runtime.cpu.verifier import Verifier
+from faser.runtime.device import Parts, Profiling, Speeds
+from faser.runtime.kv_cache import KVCache, fitting_pages, require_room
+from faser.threads import ThreadTuner, available_cpus, user_chose_threads
+
+
+class CpuDevice:
+    """Lanes and graphs do not exist here: every call runs inline."""
+
+    name = "cpu"
+    max_running = 64
+    max_batch_tokens = 1024
+    pacing = prompt_pace.CPU
+    # Cores are slow and beyond some dozen rows linear: little is measured, and what lies beyond follows from it.
+    exit_depths = DEPTHS
+    splits = (0,)
+    profiling = Profiling(6.0, (), (), most_rows=64, most_context=4096, most_prompt_rows=128, has_lanes=False)
+    speeds = Speeds(10e9, 40e9, layer_seconds=2e-4, host_seconds=1e-3, stop_seconds=2e-4)
+
+    @property
+    def memory(self) -> int:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def default_kv_memory(self) -> int:
+        """A quarter of the machine, at most 4 GiB; only pages that are used take memory."""
+        return min(4 * 2**30, self.memory // 4)
+
+    def make_executor(self, parts: Parts) -> tuple[TorchExecutor, int]:
+        if parts.acceptance is not None:
+            raise ConfigError("synthetic acceptance is for measuring a GPU; the CPU device has none")
+        num_pages = parts.num_pages or self._num_pages(parts)
+
+        def runner(model: Transformer) -> ModelRunner:
+            cache = KVCache(model.config, num_pages, parts.page_size, model.dtype)
+            return ModelRunner(model, cache, parts.limits.max_running, parts.limits.max_model_len)
+
+        drafter: Drafter | None = None
+        if parts.draft is not None:
+            vocab_size = parts.target.config.vocab_size
+            drafter = ModelDrafter(runner(parts.draft), parts.sampler, parts.history, vocab_size)
+        elif parts.uses_ngrams:
+            drafter = NgramDrafter(parts.history)
+        verifier = Verifier(runner(parts.target), parts.sampler, parts.history)
+        return TorchExecutor(verifier, drafter, parts.sampler, parts.history, _make_tuner()), num_pages
+
+    def _num_pages(self, parts: Parts) -> int:
+        require_room(parts.kv_memory, self.memory - sum(model.num_bytes for model in parts.models))
+        budget = parts.kv_memory or self.default_kv_memory()
+        models = [(model.config, model.dtype) for model in parts.models]
+        return fitting_pages(budget, models, parts.page_size, parts.limits.max_model_len, parts.most_pages)
+
+
+def _make_tuner() -> ThreadTuner | None:
+    """None where the user chose the number of threads."""
+    if user_chose_threads():
+        return None
+    most = min(torch.get_num_threads(), available_cpus())
+    torch.set_num_threads(most)
+    return ThreadTuner(most, torch.set_num_threads)

@@ -1,0 +1,76 @@
+"""The real side of the seam: a plan becomes forwards of the two models.
+
+Keeps each running request's tokens (the history) by slot, told by admissions and extended by its own results; drafts
+are written behind the context and overwritten by what the target says. Drafts that break a request's grammar can never
+be accepted, and are dropped before the verification.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from faser.runtime.cpu.drafter import Drafter, Drafts
+from faser.runtime.cpu.verifier import Verifier
+from faser.runtime.sampling import Sampler
+from faser.step import StepPlan, StepResult, StepSeconds
+from faser.threads import ThreadTuner
+
+
+class TorchExecutor:
+    def __init__(
+        self,
+        verifier: Verifier,
+        drafter: Drafter | None,
+        sampler: Sampler,
+        history: torch.Tensor,
+        threads: ThreadTuner | None = None,
+    ) -> None:
+        self._verifier = verifier
+        self._threads = threads
+        self._drafter = drafter
+        self._sampler = sampler
+        self._history = history.numpy()
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Lanes run inline: the draft goes first, so that it is there to be checked."""
+        self._update_slots(plan)
+        num_rows = int(plan.num_rows.sum() + plan.judged.sum())
+        if self._threads is not None:
+            self._threads.begin(num_rows)
+        drafts = self._drafter.draft(plan) if self._drafter is not None else Drafts(plan.lengths)
+        num_verified = self._sampler.num_valid(plan.slots, plan.num_tokens, plan.judged_of(drafts.num_tokens))
+        verdict = self._verifier.verify(plan, num_verified, drafts.confidence, drafts.num_tokens)
+        hits, adopted = verdict.hits if plan.overlaps else None, None
+        if hits is not None and plan.outcomes and self._drafter is not None:
+            adopted = self._drafter.adopt(plan, verdict.num_accepted) & plan.samples & ~hits
+            hits = hits | adopted
+        verify_seconds = self._verifier.take_seconds()
+        if self._threads is not None:
+            self._threads.end(num_rows, verify_seconds)
+        return StepResult(
+            num_drafted=drafts.num_tokens,
+            num_verified=verdict.num_verified,
+            num_accepted=verdict.num_accepted,
+            token_ids=verdict.token_ids,
+            logprobs=verdict.logprobs,
+            failures=verdict.failures,
+            seconds=StepSeconds(
+                draft=self._drafter.take_seconds() if self._drafter is not None else 0.0,
+                verify=verify_seconds,
+            ),
+            confidence=drafts.confidence if plan.stopping is not None else None,
+            exits=verdict.exits,
+            hits=hits,
+            adopted=adopted,
+        )
+
+    def _update_slots(self, plan: StepPlan) -> None:
+        for slot in plan.released:
+            self._sampler.release(slot)
+        for new in plan.admitted:
+            self._history[new.slot, : new.token_ids.size] = new.token_ids
+            self._sampler.admit(new.slot, new.params, new.seed, new.num_prompt, sorted(new.stop_ids))
+
+    def close(self) -> None:
+        """Nothing outlives the tensors."""

@@ -1,0 +1,103 @@
+"""Completes a quick profile while the engine has nothing to do, one made-up step at a time.
+
+A request that arrives meanwhile waits for one such step, at most about MAX_SECONDS. The steps run in slots and on pages
+that the scheduler lends: nothing that a request or the prefix cache holds is touched.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+from faser.cost.profile import Profile, ProfiledCost
+from faser.engine.scheduler import Scheduler
+from faser.runtime.profiling.profiler import Batch, Measured, Samples, Steps, Subject, all_batches, errors_of
+
+log = logging.getLogger("faser.engine.engine")
+
+MAX_SECONDS = 0.25  # of one step: larger batches are left out, and their seconds follow from the others'
+TURNS = 2  # the faster of two runs counts
+MAX_PASSES = 3  # after which a machine is taken to be too busy to be profiled
+
+
+class IdleProfiler:
+    """Call it in an idle moment; it measures one batch and says whether there is more to do."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        cost: ProfiledCost,
+        scheduler: Scheduler,
+        about: Mapping[str, Any],
+        keep: Callable[[Profile], object],
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self._subject = subject
+        self._cost = cost
+        self._scheduler = scheduler
+        self._about = about
+        self._keep = keep
+        self._steps = Steps(subject, clock)
+        *batches, self._held_out = all_batches(subject)
+        self._batches = [batch for several in batches for batch in several]
+        self._lacks_pages = False
+        self._moments = self._work()
+
+    def __call__(self) -> bool:
+        return next(self._moments, False)
+
+    def _work(self) -> Iterator[bool]:
+        for _ in range(MAX_PASSES):
+            found: dict[int, Measured] = {}
+            self._lacks_pages = False
+            yield from self._run(self._batches, TURNS, found)
+            if not found:
+                return  # no pages were free
+            samples = Samples(self._subject)
+            samples.add(found.values())
+            profile = samples.profile(self._about)
+            profile = replace(profile, stop_seconds=self._cost.stop_seconds, host=self._cost.host)
+            checked: dict[int, Measured] = {}
+            yield from self._run(self._held_out, 1, checked)
+            profile = replace(profile, errors=errors_of(ProfiledCost(profile), checked.values()))
+            reason = profile.why_not_kept()
+            if reason is None and self._lacks_pages:
+                reason = "too few pages were free to measure all batches"
+            self._cost.adopt(replace(profile, kind="idle" if reason is None else "quick"))
+            if reason is None:
+                log.info("profile completed in idle moments: %s", profile.accuracy)
+                self._keep(self._cost.profile)
+                return
+            log.info("profile measured in idle moments and not kept: %s", reason)
+
+    def _run(self, batches: list[Batch], turns: int, found: dict[int, Measured]) -> Iterator[bool]:
+        """Measure batches, one in each idle moment; the best of several turns is left in `found`."""
+        for _ in range(turns):
+            for number, batch in enumerate(batches):
+                if self._cost.predict(self._steps.plan(batch)) > MAX_SECONDS:
+                    continue
+                measured = self._measure(batch)
+                if measured is not None:
+                    self._cost.learn(measured.plan, measured.seconds, measured.total + self._cost.host)
+                    found[number] = measured.or_better(found.get(number))
+                    yield True
+
+    def _measure(self, batch: Batch) -> Measured | None:
+        """One step on lent pages; None where there are too few."""
+        writes = self._scheduler.lend_slots(batch.num_tokens + batch.lengths + 1)
+        if writes is None:
+            self._lacks_pages = True
+            return None
+        size = batch.num_tokens.size
+        try:
+            target_pages, draft_pages = writes
+            plan = replace(
+                self._steps.plan(batch),
+                admitted=self._steps.admissions(size), target_pages=target_pages, draft_pages=draft_pages,
+            )  # fmt: skip
+            return self._steps.run_plan(plan, 0)
+        finally:
+            self._scheduler.take_back_slots(size)

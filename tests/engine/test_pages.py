@@ -1,0 +1,210 @@
+"""The page pool on its own; tests/engine/test_scheduler.py drives it through whole steps."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from faser.engine.pages import PagePool, page_hash
+from faser.errors import EngineError
+
+SLOTS, PAGES, SIZE, MOST = 4, 12, 4, 40
+
+
+def make_pool(caching: bool = True) -> PagePool:
+    return PagePool(PAGES, SIZE, SLOTS, MOST, caching)
+
+
+def one(value: int) -> np.ndarray:
+    return np.array([value])
+
+
+def names_of(tokens: list[int]) -> list[bytes]:
+    names: list[bytes] = []
+    for start in range(0, len(tokens) // SIZE * SIZE, SIZE):
+        names.append(page_hash(names[-1] if names else b"", np.array(tokens[start : start + SIZE])))
+    return names
+
+
+def test_reserve_is_all_or_nothing():
+    pool = make_pool()
+    assert pool.reserve(np.array([0, 1]), np.array([9, 4]))
+    assert pool.count.tolist() == [3, 1, 0, 0]
+    before = pool.table.copy(), pool.count.copy(), pool.num_available
+    assert not pool.reserve(np.array([2, 3]), np.array([4, 36]))
+    assert (pool.table == before[0]).all()
+    assert (pool.count == before[1]).all()
+    assert pool.num_available == before[2] == 8
+    pool.check()
+
+
+def test_reserve_of_less_than_held_takes_nothing():
+    pool = make_pool()
+    pool.reserve(one(0), one(16))
+    assert pool.reserve(one(0), one(1))
+    assert pool.count[0] == 4
+
+
+def test_truncate_gives_back_only_what_is_beyond():
+    pool = make_pool()
+    pool.reserve(np.array([0, 1]), np.array([20, 8]))
+    kept = pool.table[0, :2].tolist()
+    pool.truncate(np.array([0, 1]), np.array([5, 8]))
+    assert pool.count.tolist() == [2, 2, 0, 0]
+    assert pool.table[0, :2].tolist() == kept
+    assert pool.num_available == PAGES - 4
+    pool.check()
+
+
+def test_a_published_prefix_is_shared_and_outlives_its_first_holder():
+    pool = make_pool()
+    names = names_of([1] * 12)
+    pool.reserve(one(0), one(14))
+    for column, name in enumerate(names):
+        pool.publish(0, column, name)
+    assert pool.match(1, names[:2]) == 2
+    assert pool.table[1, :2].tolist() == pool.table[0, :2].tolist()
+    pool.release(0)
+    pool.check()
+    assert pool.num_held == 2
+    pool.release(1)
+    assert pool.num_available == PAGES
+    assert pool.match(2, names) == 3
+    pool.check()
+
+
+def test_a_match_stops_at_the_first_page_that_differs():
+    pool = make_pool()
+    pool.reserve(one(0), one(12))
+    for column, name in enumerate(names_of([1] * 12)):
+        pool.publish(0, column, name)
+    assert pool.match(1, names_of([1] * 4 + [2] * 4 + [1] * 4)) == 1
+
+
+def test_the_least_recently_used_idle_page_goes_first_and_a_prefix_goes_after_its_continuation():
+    pool = make_pool()
+    old, new = names_of([1] * 8), names_of([2] * 8)
+    for slot, names in ((0, old), (1, new)):
+        pool.reserve(one(slot), one(8))
+        for column, name in enumerate(names):
+            pool.publish(slot, column, name)
+    pool.release(0)
+    pool.release(1)
+    assert pool.reserve(one(2), one(36))  # 9 pages: 8 free and one idle
+    assert pool.match(0, old) == 1
+    pool.release(0)  # used again: now the most recent
+    assert pool.reserve(one(2), one(40))
+    assert pool.match(0, old) == 1
+    assert pool.match(1, new) == 1
+    pool.check()
+
+
+def test_without_caching_nothing_is_published():
+    pool = make_pool(caching=False)
+    pool.reserve(one(0), one(8))
+    pool.publish(0, 0, b"name")
+    pool.release(0)
+    assert pool.match(1, [b"name"]) == 0
+    pool.check()
+
+
+def test_writes_are_the_table_entries_that_changed():
+    pool = make_pool()
+    copy = np.full_like(pool.table, -1)
+    pool.reserve(one(0), one(8))
+    pool.release(0)
+    pool.reserve(np.array([1, 0]), np.array([8, 12]))
+    writes = pool.take_writes()
+    for i in np.random.default_rng(0).permutation(writes.slots.size):  # any order
+        copy[writes.slots[i], writes.columns[i]] = writes.pages[i]
+    for slot in (0, 1):
+        assert copy[slot, : pool.count[slot]].tolist() == pool.table[slot, : pool.count[slot]].tolist()
+    assert pool.take_writes().slots.size == 0
+
+
+@pytest.mark.parametrize(
+    ("break_it", "found"),
+    [
+        (lambda pool: pool.count.__setitem__(0, 1), "lost or in two states"),
+        (lambda pool: pool._holders.__setitem__(int(pool.table[0, 0]), 2), "holder counts"),
+        (lambda pool: pool._published.__setitem__(b"x", 3), "hashes and pages disagree"),
+        (lambda pool: pool._free.__setitem__(0, pool._free[1]), "lost or in two states"),
+    ],
+)
+def test_check_finds_broken_books(break_it, found):
+    pool = make_pool()
+    pool.reserve(one(0), one(8))
+    break_it(pool)
+    with pytest.raises(EngineError, match=found):
+        pool.check()
+
+
+@given(st.lists(st.integers(0, 3), max_size=20), st.lists(st.integers(0, 3), max_size=20))
+def test_page_names_are_equal_exactly_when_all_tokens_so_far_are(first, second):
+    for column, (a, b) in enumerate(zip(names_of(first), names_of(second), strict=False)):
+        end = (column + 1) * SIZE
+        assert (a == b) == (first[:end] == second[:end])
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Any sequence of calls keeps the books; a table never loses or changes what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = make_pool()
+        self.tokens: dict[int, list[int]] = {}  # by slot: what its pages are meant to hold
+
+    @rule(slot=st.integers(0, SLOTS - 1), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=MOST))
+    def start(self, slot: int, tokens: list[int]) -> None:
+        if slot in self.tokens:
+            return
+        matched = self.pool.match(slot, names_of(tokens))
+        if self.pool.reserve(one(slot), one(len(tokens))):
+            self.tokens[slot] = tokens
+            for column, name in enumerate(names_of(tokens)):
+                if column >= matched:
+                    self.pool.publish(slot, column, name)
+        else:
+            self.pool.release(slot)
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), extra=st.integers(1, 12))
+    def look_ahead_and_back(self, data: st.DataObject, extra: int) -> None:
+        slots = np.array(sorted(self.tokens))
+        now = np.array([len(self.tokens[slot]) for slot in slots.tolist()])
+        held = self.pool.table.copy(), self.pool.count.copy()
+        if self.pool.reserve(slots, np.minimum(now + extra, MOST)):
+            self.pool.truncate(slots, now)
+        assert (self.pool.count == held[1]).all()
+        for slot in slots.tolist():
+            assert (self.pool.table[slot, : held[1][slot]] == held[0][slot, : held[1][slot]]).all()
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.tokens)))
+        del self.tokens[slot]
+        self.pool.release(slot)
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.pool.check()
+
+    @invariant()
+    def equal_prefixes_share_or_copy_but_never_mix(self) -> None:
+        owners: dict[int, tuple[int, ...]] = {}
+        for slot, tokens in self.tokens.items():
+            for column in range(int(self.pool.count[slot])):
+                prefix = tuple(tokens[: (column + 1) * SIZE])
+                page = int(self.pool.table[slot, column])
+                assert owners.setdefault(page, prefix) == prefix
+
+    def teardown(self) -> None:
+        for slot in list(self.tokens):
+            self.pool.release(slot)
+        self.pool.check()
+        assert self.pool.num_available == PAGES
+
+
+TestPoolMachine = PoolMachine.TestCase

@@ -1,0 +1,201 @@
+"""Templates render as transformers renders them, and what they refuse is told to whoever asked."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from faser.errors import InvalidRequest, ModelError
+from faser.models import gguf, source
+from faser.text.chat import ChatTemplate
+
+USER = {"role": "user", "content": "What is 2 < 3 & 'why'? Größe 東京"}
+TURNS = [USER, {"role": "assistant", "content": " True.\n"}, {"role": "user", "content": "Sure?"}]
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+CHATML = """{% for message in messages %}
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+{% endfor %}
+{% if add_generation_prompt %}
+{{ '<|im_start|>assistant\\n' }}
+{% endif %}
+"""
+
+LLAMA3 = """{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- if strftime_now is defined %}
+        {%- set date_string = strftime_now("%d %b %Y") %}
+    {%- else %}
+        {%- set date_string = "26 Jul 2024" %}
+    {%- endif %}
+{%- endif %}
+{#- The system message, if there is one, comes first. #}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{%- if tools is not none %}
+    {{- "Environment: ipython\\n" }}
+{%- endif %}
+{{- "Cutting Knowledge Date: December 2023\\n" }}
+{{- "Today Date: " + date_string + "\\n\\n" }}
+{{- system_message }}
+{{- "<|eot_id|>" }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+
+MISTRAL = """{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+    {%- endif %}
+    {%- if message["role"] == "user" %}
+        {%- if loop.last and system_message is defined %}
+            {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
+        {%- else %}
+            {{- "[INST] " + message["content"] + "[/INST]" }}
+        {%- endif %}
+    {%- elif message["role"] == "assistant" %}
+        {{- " " + message["content"]|trim + eos_token}}
+    {%- else %}
+        {{- raise_exception("Only user and assistant roles are supported, with the exception of a first system one!") }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+QWEN = """{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- for tool in tools %}{{- tool | tojson }}{%- endfor %}
+{%- else %}
+    {%- if messages[0]['role'] == 'system' %}
+        {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud.<|im_end|>\\n' }}
+    {%- endif %}
+{%- endif %}
+{%- set ns = namespace(last_user=0) %}
+{%- for message in messages %}
+    {%- if message.role == "system" and loop.first %}{% continue %}{% endif %}
+    {%- if message.role == "user" %}{% set ns.last_user = loop.index0 %}{% endif %}
+    {%- if message.role == "assistant" %}
+        {{- '<|im_start|>assistant\\n' }}{% generation %}{{- message.content.strip('\\n') }}{% endgeneration %}
+        {{- '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{{- messages[ns.last_user] | tojson }}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+TEXTS = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "qwen": QWEN}
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """What transformers makes of a template and messages."""
+    import tokenizers
+    import transformers
+
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "?": 2}, unk_token="?"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+    def render(text, messages, add_generation_prompt):
+        return tokenizer.apply_chat_template(
+            messages, chat_template=text, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+
+    return render
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("messages", [[USER], TURNS, [SYSTEM, USER], [SYSTEM, *TURNS]], ids=len)
+@pytest.mark.parametrize("open_end", [True, False])
+def test_a_template_renders_as_transformers_renders_it(name, messages, open_end, reference):
+    template = ChatTemplate(TEXTS[name], "<s>", "</s>")
+    before = template.render(messages, open_end)
+    right = reference(TEXTS[name], messages, open_end)
+    assert right in (before, template.render(messages, open_end)), "midnight may fall between two renderings"
+
+
+def test_the_default_model_s_own_template_renders_as_transformers_renders_it(reference):
+    template = source.open_target(None).chat_template()
+    assert template is not None
+    assert template.source == gguf.chat_template(source.default_target())
+    assert (template.bos_token, template.eos_token) == ("<|im_start|>", "<|im_end|>")
+    for messages in ([USER], [SYSTEM, *TURNS]):
+        assert template.render(messages) == reference(template.source, messages, True)
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([*TURNS, USER], "Conversation roles must alternate"),
+        ([{"role": "tool", "content": "x"}], "send them as it asks"),
+    ],
+)
+def test_what_a_template_refuses_is_told_in_its_own_words(messages, says):
+    with pytest.raises(InvalidRequest, match=says):
+        ChatTemplate(MISTRAL, "<s>", "</s>").render(messages)
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([], "at least one"),
+        ("hello", "got str; put it in a list"),
+        (USER, "got dict; put it in a list"),
+        (["hello"], r"messages\[0\].*got str"),
+        ([USER, {"content": "x"}], r"messages\[1\]: role=None: expected a text"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\]: content=.*expected a text"),
+        ([{"role": "user"}], "content=None"),
+    ],
+)
+def test_messages_of_the_wrong_shape_are_refused_by_their_number(messages, says):
+    with pytest.raises(InvalidRequest, match=says):
+        ChatTemplate(CHATML, "", "").render(messages)
+
+
+@pytest.mark.parametrize("text", ["{{ messages[7].content.strip() }}", "{{ 1 / 0 }}", "{{ ''.__class__.__mro__ }}"])
+def test_a_template_that_runs_into_an_error_refuses_the_request_and_nothing_else(text):
+    with pytest.raises(InvalidRequest, match=r"cannot render.*--chat-template"):
+        ChatTemplate(text, "", "").render([USER])
+
+
+def test_a_template_cannot_change_the_messages():
+    messages = [dict(USER)]
+    with pytest.raises(InvalidRequest):
+        ChatTemplate("{{ messages.append(1) }}", "", "").render(messages)
+    assert messages == [USER]
+
+
+def test_a_template_that_does_not_compile_is_the_model_s_fault():
+    template = ChatTemplate("{% if %}", "", "")
+    for attempt in (template.check, lambda: template.render([USER])):
+        with pytest.raises(ModelError, match=r"line 1.*--chat-template"):
+            attempt()
+
+
+def test_a_template_travels_between_processes():
+    template = ChatTemplate(CHATML, "<s>", "</s>")
+    right = template.render([USER])
+    copy = pickle.loads(pickle.dumps(template))
+    assert copy == template
+    assert copy.render([USER]) == right
