@@ -261,7 +261,6 @@ def _make_executor(
             kv_memory=options.kv_memory,
             exit_layers=_exit_layers(policy, draft, options, device, target.num_layers),
             acceptance=options.acceptance,
-            may_overlap=options.overlap != "off",
         )
     )
     return _Made(target, draft, policy, device, limits, executor, num_pages, options.page_size)

@@ -113,12 +113,10 @@ class OracleExecutor:
         accepted = np.array([max(0, len(tokens) - 1) for tokens in emitted])
         flat = np.array([token for tokens in emitted for token in tokens], dtype=np.int64)
         said = np.array([tokens[-1] if tokens else -1 for tokens in emitted])
-        hits = (plan.chunks_of(num_drafted) > 0) & (accepted == judged) & (said == behind) if plan.overlaps else None
-        adopted = None
-        if hits is not None and plan.outcomes:
-            adopted = np.array([not hits[i] and self._adopt(plan, i, int(accepted[i])) for i in range(hits.size)])
-            hits = hits | adopted
-        result = StepResult(num_drafted, judged, accepted, flat, hits=hits, adopted=adopted)
+        hits = None
+        if plan.drafts_beside:
+            hits = (plan.overlap.chunk_of(num_drafted) > 0) & (accepted == judged) & (said == behind)
+        result = StepResult(num_drafted, judged, accepted, flat, hits=hits)
         came = Settling.of(plan, result)
         for mine, theirs in zip(fields(self.settling), fields(came), strict=True):
             getattr(self.settling, mine.name)[plan.slots] = getattr(came, theirs.name)
@@ -140,7 +138,7 @@ class OracleExecutor:
             if rows:
                 self.draft.compute(slot, self.history[slot], int(plan.draft_start[i]), rows)
             assert not length or plan.draft_start[i] + rows == num_tokens, "drafts before it has caught up"
-        if self.stops and length and not plan.overlaps:
+        if self.stops and length and not plan.drafts_beside:
             length = int(self.random.integers(1, length + 1))
         for position in range(num_tokens, num_tokens + length):
             right = next_token(hash_of(self.history[slot, :position]), int(self.seeds[slot]))
@@ -149,18 +147,6 @@ class OracleExecutor:
             if self.draft is not None and position < num_tokens + length - 1:
                 self.draft.compute(slot, self.history[slot], position, 1)
         return length
-
-    def _adopt(self, plan: StepPlan, i: int, accepted: int) -> bool:
-        """A branch behind the last token, now and then."""
-        size = int(plan.chunks_of(plan.lengths)[i]) - 1
-        if self.draft is None or not plan.samples[i] or size <= 0 or self.random.random() < 0.5:
-            return False
-        slot, first = int(plan.slots[i]), int(plan.num_tokens[i]) + accepted + 1
-        for position in range(first, first + size):
-            right = next_token(hash_of(self.history[slot, :position]), int(self.seeds[slot]))
-            self.history[slot, position] = right if self.agrees(position) else (right + 1) % VOCABULARY
-        self.draft.compute(slot, self.history[slot], first - 1, size)
-        return True
 
     def _verify(self, plan: StepPlan, i: int, num_drafted: int) -> list[int]:
         slot, start, rows = int(plan.slots[i]), int(plan.start[i]), int(plan.num_rows[i])
@@ -207,7 +193,7 @@ class SometimesOverlap(Overlap):
         if self.random.random() > 0.7:
             return None
         lead = self.random.integers(0, 4, lengths.size) if self.random.random() < 0.5 else np.zeros_like(lengths)
-        return Chunks(lengths, lead, int(self.random.integers(0, 3)), int(self.random.choice(self.splits)))
+        return Chunks(lengths, lead, int(self.random.choice(self.splits)))
 
 
 class RandomStops(RandomLengths):

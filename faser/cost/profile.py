@@ -22,6 +22,7 @@ import numpy as np
 from faser.arrays import FloatArray, IntArray
 from faser.errors import ConfigError
 from faser.machine import write_whole
+from faser.rules.overlap import OverlapPlan
 from faser.step import StepPlan, StepSeconds
 
 VERSION = 4
@@ -149,17 +150,11 @@ class Beside:
         none = (0.0,) * len(batches)
         return cls(draft_sms, *(Curve(tuple(batches), each, none) for each in zip(*columns, strict=True)))
 
-    def total(self, draft: float, verify: float, requests: int, draft_rows: int) -> float:
-        """Seconds of both at once that take so many on the whole device, one after the other.
-
-        Branches, `draft_rows` beyond the requests, are as good as free until drafting takes longer than the
-        verification. For more rows than were measured drafting is taken to be as much slower as for those.
-        """
+    def total(self, draft: float, verify: float, requests: int) -> float:
+        """Seconds of both at once. Alone on the whole device they take `draft` and `verify` seconds."""
         on_part = verify * float(self.verify_factor(requests, 0.0))
         drafting = draft * float(self.draft_factor(requests, 0.0))
-        both = max(on_part, drafting) + float(self.share(requests, 0.0)) * min(draft, verify)
-        branched = min(draft_rows, self.draft_factor.most_rows)
-        return max(both, draft * float(self.draft_factor(branched, 0.0))) if draft_rows > requests else both
+        return max(on_part, drafting) + float(self.share(requests, 0.0)) * min(draft, verify)
 
 
 @dataclass(frozen=True)
@@ -327,11 +322,8 @@ class Cost(Protocol):
         """Of a step that does not begin before the one before it is known, more than of others."""
         ...
 
-    def hidden(self, draft: float, verify: float, requests: int, draft_sms: int = 0, draft_rows: int = 0) -> float:
-        """Of so many seconds of both for so many requests, those that overlapping hides.
-
-        `draft_rows`, where there are more of them than requests: branches.
-        """
+    def hidden(self, draft: float, verify: float, requests: int, draft_sms: int = 0) -> float:
+        """Seconds that overlap hides of `draft` and `verify` seconds for this many requests."""
         ...
 
     def verify(self, rows: Rows, context: Context, prompt_rows: int = 0) -> FloatArray:
@@ -353,8 +345,7 @@ class ProfiledCost:
     """
 
     def __init__(self, profile: Profile) -> None:
-        # of both at once, by split and whether there are branches
-        self._beside_factors: dict[tuple[int, bool], float] = {}
+        self._beside_factors: dict[int, float] = {}  # of both at once, by SMs of the drafting
         self._host = profile.host
         self.adopt(profile)
 
@@ -433,9 +424,9 @@ class ProfiledCost:
 
     def predict(self, plan: StepPlan) -> float:
         """Seconds of the step."""
-        return self.parts(plan).total + self._host + (self._await if plan.waits else 0.0)
+        return self.parts(plan).total + self._host + (self._await if _leads(plan) else 0.0)
 
-    def hidden(self, draft: float, verify: float, requests: int, draft_sms: int = 0, draft_rows: int = 0) -> float:
+    def hidden(self, draft: float, verify: float, requests: int, draft_sms: int = 0) -> float:
         """Of so many seconds of both for so many requests, those that overlapping hides; negative where it slows.
 
         None, for more requests than were measured.
@@ -443,23 +434,23 @@ class ProfiledCost:
         beside = self._besides.get(draft_sms)
         if beside is None or requests > beside.share.most_rows:
             return 0.0
-        factor = self._beside_factors.get((draft_sms, draft_rows > requests), 1.0)
-        return draft + verify - factor * beside.total(draft, verify, requests, draft_rows)
+        factor = self._beside_factors.get(draft_sms, 1.0)
+        return draft + verify - factor * beside.total(draft, verify, requests)
 
     def _hidden_in(self, plan: StepPlan, draft: float, verify: float) -> float:
         """Likewise, of a plan that drafts for so long beside its verification."""
-        if not plan.overlaps or not plan.lengths.any():
+        if plan.overlap is None or not plan.overlap.beside or not plan.lengths.any():
             return 0.0
-        requests = int(np.count_nonzero(plan.lengths))
-        return self.hidden(draft, verify, requests, plan.draft_sms, requests + int(plan.num_branches.sum()))
+        return self.hidden(draft, verify, int(np.count_nonzero(plan.lengths)), plan.overlap.draft_sms)
 
     def learn(self, plan: StepPlan, spent: StepSeconds, seconds: float) -> None:
         """Take in how long a step really took, by its parts where they were measured."""
-        self._forget(_way(plan) if plan.overlaps else None, plan.waits)
-        if plan.overlaps:
+        overlap = plan.overlap if plan.drafts_beside else None
+        self._forget(overlap)
+        if overlap is not None:
             if spent.total > 0:
-                self._learn_beside(plan, spent)
-            if plan.waits and spent.total > 0:
+                self._learn_beside(plan, overlap, spent)
+            if overlap.leads and spent.total > 0:
                 more = min(max(seconds - spent.total - self._host, 0.0), 2 * self._await + LEAST_AWAITED)  # no pause
                 self._num_awaited += 1
                 self._await += max(1 / self._num_awaited, LEARNING) * (more - self._await)
@@ -512,30 +503,29 @@ class ProfiledCost:
         factor = np.exp(np.interp(rows, np.arange(self._shape.size), self._shape))
         return np.maximum.accumulate(factor * seconds), factor * per_token
 
-    def _forget(self, way: tuple[int, bool] | None, waits: bool) -> None:
+    def _forget(self, overlap: OverlapPlan | None) -> None:
         """What a step says nothing of becomes what the profile says: what was slow once is tried again."""
         for each, factor in self._beside_factors.items():
-            if each != way:
+            if overlap is None or each != overlap.draft_sms:
                 self._beside_factors[each] = FORGETTING * factor + 1 - FORGETTING
-        if not waits:
+        if overlap is None or not overlap.leads:
             self._await += (1 - FORGETTING) * (self.profile.await_seconds - self._await)
 
-    def _learn_beside(self, plan: StepPlan, spent: StepSeconds) -> None:
+    def _learn_beside(self, plan: StepPlan, overlap: OverlapPlan, spent: StepSeconds) -> None:
         """A step that overlapped says how long both take at once, not how long either does.
 
         Not one with prompts, which are verified on the whole device.
         """
         lead, draft, verify = self._corrected(plan)
-        beside, requests = self._besides.get(plan.draft_sms), int(np.count_nonzero(plan.lengths))
+        beside, requests = self._besides.get(overlap.draft_sms), int(np.count_nonzero(plan.lengths))
         is_known = beside is not None and 0 < requests <= beside.share.most_rows
         if not is_known or not plan.only_decodes or spent.total <= lead:
             return
-        way = _way(plan)
-        factor = self._beside_factors.get(way, 1.0)
+        factor = self._beside_factors.get(overlap.draft_sms, 1.0)
         expected = draft + verify - self._hidden_in(plan, draft, verify)
         ratio = min(MOST_SLOWER, max(1 / MOST_SLOWER, (spent.total - lead) / expected))
         moved = factor * (1 + LEARNING * (ratio - 1))
-        self._beside_factors[way] = min(MOST_SLOWER, max(1 / MOST_SLOWER, moved))
+        self._beside_factors[overlap.draft_sms] = min(MOST_SLOWER, max(1 / MOST_SLOWER, moved))
 
     def _verify(self, rows: Rows, context: Context, prompt_rows: int) -> FloatArray:
         prompts = self.profile.prompts
@@ -560,15 +550,12 @@ class ProfiledCost:
         first = float(self._first_draft(work.num_drafting, work.draft_context, work.catch_up_rows))
         deeper = np.arange(1, int(plan.lengths.max()))[:, None] < plan.lengths
         rows, read = deeper.sum(axis=1), deeper @ plan.num_tokens
-        lead = int(plan.lead.max(initial=0))
-        if plan.outcomes:  # behind the first draft that is not verified
-            rows[lead:] += plan.num_branches.sum()
-            read[lead:] += plan.num_branches @ plan.num_tokens
+        lead = int(plan.overlap.lead.max(initial=0)) if plan.overlap is not None and plan.overlap.beside else 0
         others = self.profile.next_draft(rows, read)
         if not lead:
             return 0.0, first + float(others.sum()), verify
         return first + float(others[: lead - 1].sum()), float(others[lead - 1 :].sum()), verify
 
 
-def _way(plan: StepPlan) -> tuple[int, bool]:
-    return plan.draft_sms, bool(plan.num_branches.any())
+def _leads(plan: StepPlan) -> bool:
+    return plan.overlap is not None and plan.overlap.leads

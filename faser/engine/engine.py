@@ -179,9 +179,9 @@ class Engine:
         if not samples.any() or not (learns or overlap is not None):
             return
         lengths, accepted = plan.judged_of(result.num_drafted), result.num_accepted
-        if result.hits is not None:  # and the first behind those
-            lengths = lengths + (plan.chunks_of(result.num_drafted) > 0)
-            accepted = accepted + (result.hits if result.adopted is None else result.hits & ~result.adopted)
+        if plan.overlap is not None and result.hits is not None:  # the first token of a chunk is judged, too
+            lengths = lengths + (plan.overlap.chunk_of(result.num_drafted) > 0)
+            accepted = accepted + result.hits
         outcome = Outcome(
             slots=plan.slots[samples],
             lengths=lengths[samples],
@@ -194,7 +194,7 @@ class Engine:
         if learns:
             policy.learn(outcome)  # type: ignore[attr-defined]
         if overlap is not None:
-            overlap.learn(plan, result, outcome)
+            overlap.learn(outcome)
 
     def abandon(self, reason: FinishReason = FinishReason.FAILED) -> list[Progress]:
         """End every open request; the engine is then empty and usable again."""

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from faser.arrays import NONE, IntArray
+from faser.arrays import IntArray
 from faser.cost.profile import Cost
 from faser.engine.pages import NO_WRITES, PagePool, page_hash
 from faser.engine.prompt_pace import KEPT_UP, Room, StepPace, catch_up_work, fill_size, share, turns
@@ -44,6 +44,7 @@ from faser.policy import MAX_LENGTH, BatchView, Policy
 from faser.policy.overlap import Chunks, Overlap
 from faser.policy.stopping import Stopping
 from faser.request import Finish, FinishReason, Progress, Request, Stats, TokenLogprobs
+from faser.rules.overlap import OverlapPlan
 from faser.step import Admission, PageWrites, Settling, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -224,9 +225,9 @@ class Scheduler:
         """Count on what the one plan in flight will bring: a token for each that samples, and all drafts accepted."""
         (flight,) = self._flights
         plan = flight.settled
-        hits = (plan.chunks_of(plan.lengths) > 0) & plan.overlaps
+        hits = plan.overlap.chunk_of(plan.lengths) > 0 if plan.overlap is not None else None
         self._move(plan, np.where(plan.samples, plan.judged + 1, 0), plan.lengths, hits)
-        self._unsettled[plan.slots] = (plan.judged > 0) | hits
+        self._unsettled[plan.slots] = plan.judged > 0 if hits is None else (plan.judged > 0) | hits
         flight.advanced = True
 
     @property
@@ -248,7 +249,7 @@ class Scheduler:
         slots, samples = plan.slots, plan.samples
         emitted = np.where(samples, result.num_accepted + 1, 0)
         self._append(slots, plan.num_tokens, emitted, result.token_ids)
-        drafts = bool(plan.lengths.any() or plan.frontier.any())
+        drafts = plan.has_drafts
         if not flight.advanced:
             self._move(plan, emitted, result.num_drafted, result.hits)
         elif drafts:
@@ -280,17 +281,19 @@ class Scheduler:
         # The draft computed its own tokens but the last; those the target refused, and what stands on them, are void.
         computed = plan.draft_start + plan.draft_rows + np.maximum(num_drafted - 1, 0)
         valid = np.where(samples, np.minimum(computed, num_tokens + emitted - 1), computed)
-        frontier = 0 if hits is None else np.where(hits, plan.chunks_of(num_drafted) - 1, 0)
-        held = num_tokens + emitted + frontier - 1
-        self._draft_computed[slots] = valid if hits is None else np.where(hits, held, valid)
+        frontier: IntArray | int = 0
+        if hits is not None and plan.overlap is not None:
+            frontier = np.where(hits, plan.overlap.chunk_of(num_drafted) - 1, 0)
+            valid = np.where(hits, num_tokens + emitted + frontier - 1, valid)
+        self._draft_computed[slots] = valid
         self._frontier[slots] = frontier
 
     def _take_back(self, plan: StepPlan, settling: Settling) -> None:
         """Where requests stand that drafts were counted on for. Draft pages may have been taken from some meanwhile."""
         self._num_tokens[plan.slots] -= settling.refused
         self._num_computed[plan.slots] -= settling.refused
-        self._frontier[plan.slots[settling.missed if plan.overlaps else settling.refused > 0]] = 0
-        moved = (settling.refused > 0) | (settling.missed & plan.overlaps)
+        self._frontier[plan.slots[settling.missed if plan.drafts_beside else settling.refused > 0]] = 0
+        moved = (settling.refused > 0) | settling.missed
         fewer = plan.slots[moved]
         computed = self._num_tokens[fewer] + self._frontier[fewer] - 1 - settling.short[moved]
         self._draft_computed[fewer] = np.minimum(self._draft_computed[fewer], computed)
@@ -298,7 +301,7 @@ class Scheduler:
     def _settle(self, plan: StepPlan, result: StepResult) -> None:
         """Tell the plan in flight behind this one, if there is one, what this one's drafts came to."""
         self._unsettled[plan.slots] = False
-        for flight in self._flights if plan.lengths.any() or plan.frontier.any() else ():
+        for flight in self._flights if plan.has_drafts else ():
             settling = Settling.of(plan, result).spread(plan.slots, self.limits.max_running)
             flight.settled = flight.plan.settle(settling[flight.plan.slots])
 
@@ -666,19 +669,14 @@ class Scheduler:
             start=start,
             num_rows=num_rows,
             lengths=lengths,
-            frontier=frontier,
             draft_start=self._draft_computed[slots],
             draft_rows=draft_rows,
             unsettled=self._unsettled[slots],
             target_pages=self.target_pages.take_writes(),
             draft_pages=self.draft_pages.take_writes() if self.draft_pages is not None else NO_WRITES,
             stopping=stopping,
+            overlap=_overlap_plan(chunks, frontier, lead),
         )
-        if chunks is not None:
-            plan = replace(
-                plan, overlaps=True, lead=lead if lead.any() else NONE, leads=chunks.leads, waits=chunks.waits,
-                outcomes=chunks.outcomes, draft_sms=chunks.draft_sms,
-            )  # fmt: skip
         self._admitted, self._released = [], set()
         return plan
 
@@ -980,6 +978,13 @@ class Scheduler:
         entry = self._at[slot]
         assert entry is not None
         return entry
+
+
+def _overlap_plan(chunks: Chunks | None, frontier: IntArray, lead: IntArray) -> OverlapPlan | None:
+    """None where nothing is drafted beside the verification and no drafts of an earlier step wait."""
+    if chunks is not None:
+        return OverlapPlan(frontier, lead, leads=chunks.leads, draft_sms=chunks.draft_sms)
+    return OverlapPlan(frontier, np.zeros_like(lead), beside=False) if frontier.any() else None
 
 
 def _number(entry: _Entry) -> int:

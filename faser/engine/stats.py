@@ -35,8 +35,7 @@ class EngineStats:
     verified: int = 0
     accepted: int = 0
     chunks: int = 0  # drafts of a request made while its frontier was verified
-    hits: int = 0  # and of these, those that held, or that another had been made in place of
-    adopted: int = 0  # of the hits, these
+    hits: int = 0  # chunks that held
     lanes: int = 1  # parts of the device that the last step ran on
     context_rows: int = 0  # rows of context the target computed, drafts not counted
     plan_seconds: float = 0.0
@@ -78,12 +77,10 @@ class EngineStats:
             self.drafted += int(result.num_drafted.sum())
             self.verified += int(result.num_verified.sum())
             self.accepted += int(result.num_accepted.sum())
-        if result.hits is not None:
-            self.chunks += int(np.count_nonzero(plan.chunks_of(result.num_drafted)))
+        if plan.overlap is not None and result.hits is not None:
+            self.chunks += int(np.count_nonzero(plan.overlap.chunk_of(result.num_drafted)))
             self.hits += int(np.count_nonzero(result.hits))
-        self.lanes = 2 if plan.overlaps and plan.draft_sms else 1
-        if result.adopted is not None:
-            self.adopted += int(np.count_nonzero(result.adopted))
+        self.lanes = 2 if plan.overlap is not None and plan.overlap.beside and plan.overlap.draft_sms else 1
         if result.num_verified.any():
             self.verified_per_position = _add_positions(self.verified_per_position, result.num_verified)
             self.accepted_per_position = _add_positions(self.accepted_per_position, result.num_accepted)

@@ -206,7 +206,7 @@ class EarlyExit:
 
     def rule_for(self, plan: StepPlan) -> ExitRule | None:
         """The rule for the step, where there is one."""
-        if self._mode == "off" or not plan.lengths.any() or plan.overlaps or plan.frontier.any():
+        if self._mode == "off" or not plan.lengths.any() or plan.overlap is not None:
             return None
         if self._fixed is not None:
             return self._fixed

@@ -34,7 +34,6 @@ class Parts:
     kv_memory: int | None  # bytes for both; neither: the device's choice
     exit_layers: tuple[int, ...]  # of the target, after which drafts may be dropped: likewise to be prepared for
     acceptance: float | None  # accept drafts with this probability, whatever they say: for measuring
-    may_overlap: bool = False  # drafting, with verification: there must be pages for branches
 
     @property
     def models(self) -> list[Transformer]:

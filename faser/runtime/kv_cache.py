@@ -41,11 +41,11 @@ def useful_pages(page_size: int, max_model_len: int) -> int:
     return -(-min(USEFUL_TOKENS, max_model_len) // page_size)
 
 
-def require_useful(budget: int, page_bytes: int, page_size: int, num_pages: int, aside: int = 0) -> None:
-    """Refuse a budget that holds fewer than `num_pages` pages beside `aside` other bytes."""
-    least = num_pages * page_bytes + aside
+def require_useful(budget: int, page_bytes: int, page_size: int, num_pages: int) -> None:
+    """Refuse a budget that holds fewer than `num_pages` pages."""
+    least = num_pages * page_bytes
     if budget < least:
-        held = max(0, budget - aside) // page_bytes * page_size
+        held = budget // page_bytes * page_size
         raise ConfigError(
             f"kv_memory of {budget / GIB:.4g} GiB holds {held} tokens, too few for a request of "
             f"{num_pages * page_size}; give at least {math.ceil(least / GIB * 1000) / 1000:g} GiB"

@@ -140,8 +140,7 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     speculating_changed: float | None
     exits: Exits | None = None  # None: verifications have no early exit
     chunks: int = 0  # drafts of a request made while its frontier was verified
-    hits: int = 0  # and of these, those that held, or that another had been made in place of
-    adopted: int = 0  # of the hits, these
+    hits: int = 0  # chunks that held
     lanes: int = 1  # parts of the device that the last step ran on
 
 

@@ -116,9 +116,8 @@ class PrometheusText:
             ("faser:early_exit_trial_pruned_tokens", "All tokens that its rule would have pruned in trials",
              now.exits.trial_pruned if now.exits else 0),
             ("faser:overlap_chunks", "Drafts of a request made while its drafts before were verified", now.chunks),
-            ("faser:overlap_hits", "Of these, the ones that held: all before them accepted, and the next token right; "
-             "or a branch was there instead", now.hits),
-            ("faser:overlap_adopted", "Of the hits, the branches", now.adopted),
+            ("faser:overlap_hits", "Of these, the ones that held: all before them accepted, and the next token right",
+             now.hits),
             ("faser:early_exit_trials", "Steps that ran to the end to see what the early exit would do",
              now.exits.trials if now.exits else 0),
             ("faser:speculation_off_seconds", "Seconds of steps in which requests decoded and none drafted",

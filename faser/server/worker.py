@@ -222,7 +222,6 @@ def take_snapshot(engine: Engine, now: float, step_failures: int = 0) -> Snapsho
         exits=_exits(engine.exits.stats) if engine.exits is not None else None,
         chunks=stats.chunks,
         hits=stats.hits,
-        adopted=stats.adopted,
         lanes=stats.lanes,
     )
 

@@ -83,7 +83,7 @@ class SimExecutor:
         result = self._result(plan)
         spent = result.seconds
         started = max(self._time.now(), self._free_at)
-        waiting = self._cost.await_seconds if plan.waits else 0.0
+        waiting = self._cost.await_seconds if plan.overlap is not None and plan.overlap.leads else 0.0
         self._free_at = started + spent.total + self._cost.host + waiting
         self._flights.append((self._free_at, result))
 
@@ -139,23 +139,25 @@ class SimExecutor:
         """As it stands now that the step before is judged. Rows are not: graphs run those the host counted on."""
         if not plan.unsettled.any():
             return plan
-        if plan.waits:
-            none = np.zeros(plan.slots.size, dtype=np.bool_)
-            return plan.settle(Settling(self._refused[plan.slots], none, self._missed[plan.slots]))
+        overlap, missed = plan.overlap, self._missed[plan.slots]
+        if overlap is not None and overlap.leads:
+            return plan.settle(Settling(self._refused[plan.slots], np.zeros_like(missed), missed))
         refused = np.where(plan.unsettled, self._refused[plan.slots], 0)
-        frontier = plan.frontier
-        if frontier.any():
-            frontier = np.where(plan.unsettled & self._missed[plan.slots], 0, frontier)
-        return replace(plan, num_tokens=plan.num_tokens - refused, start=plan.start - refused, frontier=frontier)
+        if overlap is not None:
+            overlap, _ = overlap.settle(plan.unsettled & missed, plan.lengths, missed)
+        return replace(plan, num_tokens=plan.num_tokens - refused, start=plan.start - refused, overlap=overlap)
 
     def _judge(self, plan: StepPlan) -> tuple[IntArray, NDArray[np.bool_] | None]:
         """How many drafts of each request are accepted, and, where drafting overlaps, whose new ones hold."""
         slots, judged = plan.slots, plan.judged
-        if not (judged.any() or plan.overlaps):
+        overlap = plan.overlap if plan.drafts_beside else None
+        if not judged.any() and overlap is None:
             return self._nothing[: slots.size], None
         run = self._runs[slots, plan.num_tokens - self._num_prompt[slots]]
         accepted: IntArray = np.minimum(judged, run)
-        return accepted, plan.samples & (run > judged) & (plan.chunks_of(plan.lengths) > 0) if plan.overlaps else None
+        if overlap is None:
+            return accepted, None
+        return accepted, plan.samples & (run > judged) & (overlap.chunk_of(plan.lengths) > 0)
 
     def _draft(self, plan: StepPlan, stopping: Stopping) -> tuple[IntArray, FloatArray, int]:
         """Token by token, as long as the plan's rule says so.

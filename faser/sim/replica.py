@@ -118,7 +118,7 @@ def make_replica(machine: Machine, policy: str, oracle: Oracle, seed: int = 0, w
         speculates=_speculates(chosen),
         prefix_caching=False,
         cost=cost if goes_by_cost else None,
-        overlap=None if machine.overlap == "off" else Overlap(machine.overlap, guessing=(0,)),
+        overlap=None if machine.overlap == "off" else Overlap(machine.overlap),
         pace=StepPace(machine.max_step_ms / 1e3, pacing) if machine.max_step_ms else None,
     )
     return Replica(Engine(scheduler, executor, time.now, cost), time)

@@ -22,6 +22,7 @@ from faser.cost.profile import (
 )
 from faser.engine.pages import NO_WRITES
 from faser.errors import ConfigError
+from faser.rules.overlap import OverlapPlan
 from faser.step import StepPlan, StepSeconds
 
 MS, US = 1e-3, 1e-6
@@ -55,7 +56,7 @@ def make_plan(num_tokens, lengths, num_rows=1, draft_rows=1, cut=0) -> StepPlan:
     start = tokens - rows
     start[-1] -= cut
     return StepPlan(
-        (), (), np.arange(tokens.size), tokens, start, rows, each(lengths), each(0), tokens - drafted, drafted,
+        (), (), np.arange(tokens.size), tokens, start, rows, each(lengths), tokens - drafted, drafted,
         np.zeros(tokens.size, dtype=bool), NO_WRITES, NO_WRITES,
     )  # fmt: skip
 
@@ -141,7 +142,7 @@ def test_what_is_not_hidden_is_a_share_of_the_shorter():
     assert found.draft_factor == Curve(tuple(batches), (1.5, 7 / 6, 7 / 6, 2.0), none)
     assert found.verify_factor == Curve(tuple(batches), (9 / 8, 5 / 4, 0.9, 1.25), none)
     for size, (apart, _, together) in batches.items():
-        assert found.total(apart.draft, apart.verify, size, size) == pytest.approx(together)
+        assert found.total(apart.draft, apart.verify, size) == pytest.approx(together)
 
 
 def test_errors_are_told_in_a_line():
@@ -230,9 +231,9 @@ def test_policies_may_ask_for_many_numbers_at_once():
     assert ProfiledCost(replace(GPU, verify=SMOOTH)).row_sizes.size == 0
 
 
-def overlapping(plan: StepPlan, frontier=0, lead=0, waits=False, draft_sms=0) -> StepPlan:
+def overlapping(plan: StepPlan, frontier=0, lead=0, leads=False, draft_sms=0) -> StepPlan:
     each = np.zeros_like(plan.lengths)
-    return replace(plan, overlaps=True, frontier=each + frontier, lead=each + lead, waits=waits, draft_sms=draft_sms)
+    return replace(plan, overlap=OverlapPlan(each + frontier, each + lead, leads=leads, draft_sms=draft_sms))
 
 
 def test_what_overlapping_hides_goes_by_requests_and_by_how_the_device_is_shared():
@@ -255,28 +256,12 @@ def test_a_part_of_the_device_makes_each_as_much_slower_as_was_measured():
         draft_factor=Curve((1, 4), (2.0, 3.0), (0.0, 0.0)),
         verify_factor=Curve((1, 4), (0.5, 1.25), (0.0, 0.0)),
     )
-    assert one.total(4.0, 20.0, 1, 1) == pytest.approx(10 + 0.25 * 4)
-    assert one.total(8.0, 20.0, 1, 1) == pytest.approx(16 + 0.25 * 8)  # drafting is what takes longer
-    assert one.total(4.0, 20.0, 4, 4) == pytest.approx(25 + 0.5 * 4)
-    assert one.total(4.0, 20.0, 1, 4) == pytest.approx(12)  # branches are, on their part
-    assert one.total(3.0, 20.0, 1, 4) == pytest.approx(10 + 0.25 * 3)  # they are not
-    assert one.total(4.0, 20.0, 1, 64) == pytest.approx(12)  # nothing is known of so many
+    assert one.total(4.0, 20.0, 1) == pytest.approx(10 + 0.25 * 4)
+    assert one.total(8.0, 20.0, 1) == pytest.approx(16 + 0.25 * 8)  # drafting is what takes longer
+    assert one.total(4.0, 20.0, 4) == pytest.approx(25 + 0.5 * 4)
     cost = ProfiledCost(replace(GPU, besides=(replace(one, draft_sms=16),)))
     assert cost.hidden(4.0, 20.0, 4, 16) == pytest.approx(24 - 27)
-    assert cost.hidden(4.0, 20.0, 1, 16, 4) == pytest.approx(24 - 12)
-    assert cost.hidden(4.0, 20.0, 5, 16, 10) == 0  # more requests than were measured
-
-
-def test_branches_are_rows_of_every_draft_behind_the_first_that_is_not_verified():
-    flat = Curve((1, 2, 100), (MS, 2 * MS, 100 * MS), (0.0,) * 3)  # a millisecond a row
-    cost = ProfiledCost(replace(GPU, first_draft=flat, next_draft=flat))
-    plan = overlapping(make_plan([100, 50], 6), lead=3)
-    assert cost.parts(plan).draft == pytest.approx(12 * MS)
-    assert cost.parts(replace(plan, outcomes=2)).draft == pytest.approx((12 + 2 * 2 * (2 * 4)) * MS)
-    plan = overlapping(make_plan([100, 50], 4), frontier=19)
-    assert cost.parts(replace(plan, outcomes=4)).draft == pytest.approx((8 + 3 * 40) * MS)  # one guess has room
-    nothing_left = overlapping(make_plan([100], 3), lead=2)
-    assert cost.parts(replace(nothing_left, outcomes=2)) == cost.parts(nothing_left)
+    assert cost.hidden(4.0, 20.0, 5, 16) == 0  # more requests than were measured
 
 
 def test_drafts_that_the_verification_waits_for_are_not_hidden():
@@ -294,7 +279,7 @@ def test_drafts_that_the_verification_waits_for_are_not_hidden():
 
 def test_a_step_that_waits_takes_that_much_longer():
     cost, plan = ProfiledCost(GPU), make_plan([100], 3)
-    ahead, waiting = (cost.predict(overlapping(plan, lead=1, waits=each)) for each in (False, True))
+    ahead, waiting = (cost.predict(overlapping(plan, lead=1, leads=each)) for each in (False, True))
     assert waiting - ahead == pytest.approx(0.2 * MS)
 
 
@@ -327,9 +312,9 @@ def test_corrections_are_bounded(factor, most):
     assert cost.factors == (most, most)
 
 
-def learn_waiting(cost: ProfiledCost, more: float, steps: int, waits: bool = True) -> StepPlan:
+def learn_waiting(cost: ProfiledCost, more: float, steps: int, leads: bool = True) -> StepPlan:
     """Steps that took so many seconds more than both models and the host; returns their plan."""
-    plan = overlapping(make_plan([100, 200], 3), lead=1, waits=waits)
+    plan = overlapping(make_plan([100, 200], 3), lead=1, leads=leads)
     spent = cost.parts(plan)
     for _ in range(steps):
         cost.learn(plan, spent, spent.total + cost.host + more)
@@ -348,8 +333,8 @@ def test_what_waiting_takes_is_learned_from_the_steps_that_wait(more):
 
 def lead_seconds(plan: StepPlan) -> float:
     """What the verification waits for: the drafts of a lead by themselves."""
-    lead = int(plan.lead.max(initial=0))
-    return ProfiledCost(GPU).parts(replace(plan, lengths=plan.lead, outcomes=0)).draft if lead else 0.0
+    lead = plan.overlap.lead
+    return ProfiledCost(GPU).parts(replace(plan, lengths=lead)).draft if lead.any() else 0.0
 
 
 def learn_beside(cost: ProfiledCost, plan: StepPlan, factor: float, steps: int) -> None:
@@ -370,14 +355,7 @@ def test_what_both_take_at_once_is_learned_from_the_steps_that_overlap_that_way(
         factor * (11 * MS - fresh.hidden(5 * MS, 6 * MS, 1, 32)), rel=0.01
     )
     assert cost.hidden(5 * MS, 6 * MS, 1) == fresh.hidden(5 * MS, 6 * MS, 1), "another split"
-    assert cost.hidden(5 * MS, 6 * MS, 1, 32, 9) == fresh.hidden(5 * MS, 6 * MS, 1, 32, 9), "with branches"
     assert cost.factors == (1.0, 1.0)
-    branched = replace(plan, outcomes=2)
-    learn_beside(cost, branched, 1.2 * factor, 200)
-    alone = lead_seconds(branched)
-    assert cost.parts(branched).total == pytest.approx(
-        alone + 1.2 * factor * (fresh.parts(branched).total - alone), rel=0.01
-    )
 
 
 @pytest.mark.parametrize(("slower", "bound"), [(100.0, MOST_SLOWER), (0.01, 1 / MOST_SLOWER)])
@@ -398,15 +376,6 @@ def test_nothing_is_learned_of_both_at_once_from_less_than_a_lead_nor_beside_pro
     for beside in (make_plan([100, 40], 5, num_rows=[1, 8], draft_rows=[1, 0]), make_plan([100, 40], 5, cut=3)):
         cost.learn(overlapping(beside, draft_sms=32), StepSeconds(1.0, 1.0, 0.0), 2.0)
     assert cost.parts(plan) == before
-
-
-def test_a_step_with_no_room_for_branches_is_one_without():
-    plan = overlapping(make_plan([100], 5), lead=4, draft_sms=32)
-    costs = ProfiledCost(GPU), ProfiledCost(GPU)
-    for cost, outcomes in zip(costs, (0, 2), strict=True):
-        learn_beside(cost, replace(plan, outcomes=outcomes), 1.5, 50)
-    assert costs[0].parts(plan) == costs[1].parts(plan) == costs[1].parts(replace(plan, outcomes=2))
-    assert costs[1].parts(plan).total > 1.2 * ProfiledCost(GPU).parts(plan).total
 
 
 def test_a_way_that_was_slow_is_tried_again_some_day():
@@ -430,9 +399,9 @@ def test_one_long_pause_of_a_step_that_overlaps_hardly_counts():
 
 def test_other_steps_say_nothing_of_waiting():
     cost, plain = ProfiledCost(GPU), make_plan([100], 3)
-    learn_waiting(cost, 1.5 * MS, 20, waits=False)
+    learn_waiting(cost, 1.5 * MS, 20, leads=False)
     run(cost, plain, 1.0, 3 * MS, 20)
-    cost.learn(overlapping(plain, lead=1, waits=True), StepSeconds(), 1.0)  # its parts were not measured
+    cost.learn(overlapping(plain, lead=1, leads=True), StepSeconds(), 1.0)  # its parts were not measured
     assert cost.await_seconds == GPU.await_seconds
 
 

@@ -9,7 +9,7 @@ def plan(num_rows: list[int], lengths: list[int], num_tokens: int = 100) -> Step
     rows, drafts = np.array(num_rows), np.array(lengths)
     size = np.arange(rows.size)
     tokens = np.full(rows.size, num_tokens)
-    return StepPlan((), (), size, tokens, tokens - rows, rows, drafts, 0 * drafts, tokens - 1,
+    return StepPlan((), (), size, tokens, tokens - rows, rows, drafts, tokens - 1,
                     np.minimum(drafts, 1), drafts < 0, NO_WRITES, NO_WRITES)  # fmt: skip
 
 

@@ -181,7 +181,7 @@ def test_a_plan_made_ahead_leads_where_its_frontier_turns_out_void(length, agree
     (_, *seen), emitted = executor.seen, 1
     for plan, result in seen:
         if 40 - emitted > 3 * (length + 1):  # with fewer to come there may be no room for what was counted on
-            assert plan.waits
+            assert plan.overlap.leads
             assert plan.unsettled.tolist() == [emitted > 1], "but for the first it is made ahead"
             assert result.num_verified.tolist() == [length]
             assert result.num_drafted[0] in (length + 1, 2 * length + 1)
@@ -195,16 +195,16 @@ def test_a_plan_made_ahead_gives_no_lead_to_who_cannot_draft():
     plan = make_plan_ahead()
     missed = Settling(np.array([1]), np.array([False]), np.array([True]))
     led = plan.settle(missed)
-    assert (led.frontier.tolist(), led.lead.tolist()) == ([0], [3])
+    assert (led.frontier.tolist(), led.overlap.lead.tolist()) == ([0], [3])
     assert led.lengths.tolist() == (plan.lengths + 3).tolist()
     assert led.num_tokens[0] + led.judged[0] <= plan.num_tokens[0] + plan.judged[0], "pages are reserved for no more"
     assert led.draft_start[0] + led.draft_rows[0] == led.num_tokens[0]
     idle = replace(plan, draft_rows=0 * plan.draft_rows, lengths=0 * plan.lengths).settle(missed)
     assert (idle.frontier.tolist(), idle.judged.tolist(), idle.lengths.tolist()) == ([0], [0], [0])
-    rides = replace(plan, leads=False).settle(missed)
+    rides = replace(plan, overlap=replace(plan.overlap, leads=False)).settle(missed)
     assert (rides.judged.tolist(), rides.lengths.tolist()) == ([0], plan.lengths.tolist())
     hit = plan.settle(Settling(np.array([0]), np.array([False]), np.array([False])))
-    assert (hit.frontier.tolist(), hit.lead.any(), hit.lengths.tolist()) == ([3], False, plan.lengths.tolist())
+    assert (hit.frontier.tolist(), hit.overlap.lead.any(), hit.lengths.tolist()) == ([3], False, plan.lengths.tolist())
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 8])
@@ -214,21 +214,6 @@ def test_a_lead_and_what_is_drafted_behind_it_are_no_more_than_a_request_allows(
     drain(engine, world)
     assert world.tokens["a"] == expected_output([1, 2, 3], SEED, 40)
     assert max(int(result.num_drafted[0]) for _, result in executor.seen) <= most
-
-
-@pytest.mark.parametrize("num_draft_pages", [8, 10, 12, 14])
-def test_a_branch_is_adopted_by_a_request_that_has_lost_its_draft_pages(num_draft_pages):
-    """Then there is nothing of the draft left to move back."""
-    engine, world, executor = make_engine(
-        Fixed(3), agreement=0.5, overlap=Overlap(outcomes=2), num_draft_pages=num_draft_pages, max_batch_tokens=64
-    )
-    prompts = {str(i): list(range(1 + i, 9 + i)) for i in range(6)}
-    for name, prompt in prompts.items():
-        world.add(make_request(name, prompt, 24))
-    drain(engine, world)
-    for name, prompt in prompts.items():
-        assert world.tokens[name] == expected_output(prompt, SEED, 24)
-    assert any(result.adopted is not None and result.adopted.any() for _, result in executor.seen)
 
 
 def make_plan_ahead() -> StepPlan:
@@ -295,16 +280,19 @@ def test_what_overlaps_sometimes_is_of_every_kind():
             world.receive(engine.step())
         drain(engine, world)
         for plan, _ in executor.seen:
-            leads = plan.lead > 0 if plan.lead.size else np.zeros(plan.slots.size, dtype=np.bool_)
-            rides = plan.overlaps & (plan.lengths > 0) & (plan.frontier == 0) & ~leads
+            if plan.overlap is None:
+                continue
+            overlap = plan.overlap
+            leads = overlap.lead > 0
+            rides = overlap.beside & (plan.lengths > 0) & (plan.frontier == 0) & ~leads
             kinds = {
                 "a lead": leads.any(),
-                "a lead with nothing behind it": (leads & (plan.chunks_of(plan.lengths) == 0)).any(),
+                "a lead with nothing behind it": (leads & (overlap.chunk_of(plan.lengths) == 0)).any(),
                 "a lead beside a frontier": leads.any() and plan.frontier.any(),
                 "a lead beside one that rides": leads.any() and rides.any(),
                 "a lead that is not settled": (leads & plan.unsettled).any(),
-                "a frontier that may become a lead": (plan.leads & plan.unsettled & (plan.frontier > 0)).any(),
-                "a frontier without overlap": not plan.overlaps and plan.frontier.any(),
+                "a frontier that may become a lead": (overlap.leads & plan.unsettled & (plan.frontier > 0)).any(),
+                "a frontier without overlap": not overlap.beside and plan.frontier.any(),
                 "a frontier that is not settled": (plan.unsettled & (plan.frontier > 0)).any(),
             }
             found |= {kind for kind, is_there in kinds.items() if is_there}

@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from faser.arrays import IntArray
 from faser.build import build_engine
 from faser.config import EngineOptions
 from faser.engine.engine import Engine
@@ -39,7 +40,7 @@ def play(chunk: int, agrees, max_tokens: int = 24, leads: bool = False) -> World
 def test_a_draft_that_is_always_right_keeps_the_pipeline_full(chunk):
     """From the second step on every one verifies what the one before drafted, but for the token it knew already."""
     plans = play(chunk, lambda position: True).plans[1:]
-    assert all(plan.overlaps for plan in plans if plan.lengths.any() or plan.frontier.any())
+    assert all(plan.drafts_beside for plan in plans if plan.has_drafts)
     full = [plan for plan in plans[1:] if plan.lengths[0] == chunk]
     assert full
     assert all(plan.frontier[0] == chunk - 1 for plan in full)
@@ -105,7 +106,7 @@ def test_a_step_without_overlap_verifies_the_frontier_and_as_many_behind_it_as_i
     world.scheduler.overlap, world.scheduler.policy = None, Fixed(length)
     world.step()
     plan = world.plans[-1]
-    assert not plan.overlaps
+    assert not plan.drafts_beside
     assert (int(plan.frontier[0]), int(plan.lengths[0]), int(plan.judged[0])) == (2, drafted, 2 + drafted)
     world.drain()
     assert world.tokens["a"] == expected_output([1, 2, 3], SEED, 30)
@@ -171,8 +172,12 @@ def test_what_a_request_may_draft_holds_for_all_kinds_of_steps():
 # ── leads ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def lead_array(plan: StepPlan) -> IntArray:
+    return np.zeros_like(plan.lengths) if plan.overlap is None else plan.overlap.lead
+
+
 def lead_of(plan: StepPlan) -> int:
-    return int(plan.lead[0]) if plan.lead.size else 0
+    return int(lead_array(plan)[0])
 
 
 def left_of(plan: StepPlan, max_tokens: int = 24) -> int:
@@ -184,19 +189,19 @@ def left_of(plan: StepPlan, max_tokens: int = 24) -> int:
 def test_behind_its_first_lead_a_draft_that_is_always_right_needs_none(length):
     _, first, *plans = play(length, lambda position: True, leads=True).plans
     assert (lead_of(first), first.frontier[0], first.lengths[0]) == (length, 0, 2 * length + 1)
-    assert not any(plan.lead.any() for plan in plans)
+    assert not any(lead_array(plan).any() for plan in plans)
     full = [plan for plan in plans if plan.lengths[0] == length + 1]
     assert full
     assert all(plan.frontier[0] == length for plan in full)
     assert all(plan.draft_rows[0] == 1 for plan in full), "the draft goes on where it stopped"
-    assert all(plan.leads and plan.waits for plan in full), "it would lead if its frontier were void"
+    assert all(plan.overlap.leads for plan in full), "it would lead if its frontier were void"
     assert 1 + len(plans) == -(-23 // (length + 1)), "as many tokens a step as without overlap"
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 6])
 def test_a_draft_that_is_always_wrong_leads_every_step_and_costs_no_token(length):
     prompt, *plans = play(length, lambda position: False, leads=True).plans
-    assert not prompt.lead.size
+    assert prompt.overlap is None
     assert len(plans) == 23, "a token each"
     for plan in plans:
         assert plan.frontier.tolist() == [0]
@@ -228,11 +233,11 @@ def test_after_a_miss_there_is_a_lead_and_after_a_hit_a_frontier(length, period)
 @pytest.mark.parametrize("length", [1, 3, 6])
 def test_who_missed_leads_and_the_others_keep_their_frontier(length):
     first, *plans = play_both(length, leads=True)
-    assert first.lead.tolist() == [length, length]
+    assert lead_array(first).tolist() == [length, length]
     full = [plan for plan in plans if plan.lengths.tolist() == [length + 1, 2 * length + 1]]
     assert full
     assert all(plan.frontier.tolist() == [length, 0] for plan in full)
-    assert all(plan.lead.tolist() == [0, length] for plan in full)
+    assert all(lead_array(plan).tolist() == [0, length] for plan in full)
 
 
 @pytest.mark.parametrize(("overlap", "frontier", "lead"), [(Overlap(), [2, 0], [0, 3]), (None, [0, 0], [3, 3])])
@@ -252,13 +257,13 @@ def test_a_plan_made_ahead_leads_where_there_can_be_no_frontier(overlap, frontie
     scheduler.overlap = Overlap(leads=True)
     ahead = scheduler.plan()
     assert ahead.unsettled.tolist() == [True, False]
-    assert (ahead.frontier.tolist(), ahead.lead.tolist()) == (frontier, lead)
-    assert ahead.waits
+    assert (ahead.frontier.tolist(), lead_array(ahead).tolist()) == (frontier, lead)
+    assert ahead.overlap.leads
     later = world.executor.execute(ahead)
     world.receive(scheduler.commit(plan, result))
     settled = scheduler.settled
     assert settled.judged.tolist() == [max(frontier[0], lead[0]), 3]
-    assert settled.chunks_of(settled.lengths).tolist() == [4, 4]
+    assert settled.overlap.chunk_of(settled.lengths).tolist() == [4, 4]
     assert settled.frontier.tolist() == (frontier if agreement else [0, 0])
     world.receive(scheduler.commit(ahead, later))
     world.drain()
@@ -292,7 +297,7 @@ def test_a_request_that_leads_is_cancelled_and_leaves_no_page(flying):
     for _ in range(3):
         world.step()
     plan = world.scheduler.plan()
-    assert plan.lead.tolist() == [3, 3]
+    assert lead_array(plan).tolist() == [3, 3]
     result = world.executor.execute(plan)
     if flying:
         assert world.scheduler.cancel("a")
@@ -317,7 +322,7 @@ def test_leads_take_pages_only_while_there_are_some(num_pages):
     for name in "abc":
         assert world.tokens[name] == expected_output([1, 2, ord(name) % 5], SEED, 24)
     decoding = [plan for plan in world.plans if plan.samples.all() and (plan.num_rows == 1).all()]
-    assert any(plan.lead.any() for plan in decoding)
+    assert any(lead_array(plan).any() for plan in decoding)
     if num_pages == 9:
         assert any(not plan.lengths.any() for plan in decoding)
 
@@ -332,10 +337,10 @@ def pair(request):
     return target, make_draft(target), requests, reference(target, requests)
 
 
-def make_leading(*args, outcomes: int = 0, **sizes) -> tuple[Engine, list[StepPlan]]:
+def make_leading(*args, **sizes) -> tuple[Engine, list[StepPlan]]:
     """An engine whose overlapping steps have leads, and the plans it will have run."""
     engine, plans = make_engine(*args, overlap="on", **sizes), []
-    engine.scheduler.overlap = Overlap(leads=True, outcomes=outcomes)
+    engine.scheduler.overlap = Overlap(leads=True)
     execute = engine.executor.execute
     engine.executor.execute = lambda plan: plans.append(plan) or execute(plan)
     return engine, plans
@@ -379,21 +384,7 @@ def test_so_they_are_with_leads(pair, policy):
     stats = engine.stats
     assert 0 < stats.hits < stats.chunks
     assert 0 < stats.accepted < stats.verified < stats.drafted
-    assert any((plan.lead > 0).any() and plan.frontier.any() for plan in plans)
-    for name, each in outcome.stats.items():
-        assert each.steps + each.accepted == len(outcome.tokens[name]), "every step emits accepted + 1 bonus"
-
-
-@pytest.mark.parametrize("outcomes", [1, 2])
-def test_so_they_are_where_guesses_are_adopted(outcomes):
-    target = Transformer.random(CONFIGS["llama3"], 0, std=0.3)
-    requests = make_requests(target.config)[:6]
-    engine, plans = make_leading(target, make_draft(target), Fixed(2), outcomes=outcomes)
-    outcome = serve(engine, requests)
-    assert_equal(outcome, reference(target, requests))
-    stats = engine.stats
-    assert 0 < stats.adopted < stats.hits < stats.chunks
-    assert any((plan.lead > 0).any() and plan.frontier.any() for plan in plans)
+    assert any((lead_array(plan) > 0).any() and plan.frontier.any() for plan in plans)
     for name, each in outcome.stats.items():
         assert each.steps + each.accepted == len(outcome.tokens[name]), "every step emits accepted + 1 bonus"
 
@@ -426,7 +417,7 @@ def test_leads_of_drafts_that_are_always_right_or_wrong(pair, kind):
     assert serve(engine, plain).tokens[plain[0].id] == right.tokens[plain[0].id]
     assert engine.stats.hits == (engine.stats.chunks if kind == "right" else 0)
     drafting = [plan for plan in plans if plan.lengths.any()]
-    assert sum(plan.lead.any() for plan in drafting) == (1 if kind == "right" else len(drafting))
+    assert sum(lead_array(plan).any() for plan in drafting) == (1 if kind == "right" else len(drafting))
 
 
 def test_what_an_earlier_request_left_in_the_slot_is_no_draft_behind_a_lead():

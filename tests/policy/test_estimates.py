@@ -45,7 +45,7 @@ def test_a_ragged_step_is_priced_as_the_cost_model_prices_its_plan(profile, requ
     draft_rows = np.where(lengths > 0, lag, 0)
     ones = np.ones_like(lengths)
     plan = StepPlan(
-        (), (), np.arange(lengths.size), num_tokens, num_tokens - 1, ones, lengths, 0 * ones, num_tokens - draft_rows,
+        (), (), np.arange(lengths.size), num_tokens, num_tokens - 1, ones, lengths, num_tokens - draft_rows,
         draft_rows, lengths < 0, NO_WRITES, NO_WRITES,
     )  # fmt: skip
     cost = ProfiledCost(profile)

@@ -9,25 +9,22 @@ import pytest
 
 from faser.cost.profile import NOTHING, Beside, Curve
 from faser.engine.pages import NO_WRITES
-from faser.policy import Fixed
 from faser.policy.base import MOST_LENGTH
 from faser.policy.estimates import request_rates
 from faser.policy.overlap import (
-    ADOPTED,
-    FEW,
-    GUESSING,
-    LEADING,
-    MARGIN,
-    PATIENCE,
-    RIDING,
+    BATCH_SIZES,
+    LEADS,
+    MARGIN_TO_BEGIN,
+    RIDING_CHUNKS,
+    STEPS_BETWEEN_DECISIONS,
     Overlap,
     lead_speed,
     plain_speed,
     ride_speed,
     worthwhile,
 )
-from faser.step import MOST_DRAFT_ROWS, StepPlan, StepResult
-from tests.oracle import World, make_request
+from faser.rules.overlap import OverlapPlan
+from faser.step import StepPlan
 from tests.policy.profiles import H200, MS, make_outcome, make_view
 
 
@@ -71,55 +68,52 @@ def test_the_tokens_of_a_step_are_those_of_chance(rate, chunk):
     assert found == pytest.approx(tokens_by_chance(rate, chunk), rel=0.02)
 
 
-def leads_by_chance(rates: list[float], lead: int, adoption: float, steps: int = 200_000) -> tuple[float, float]:
+def leads_by_chance(rates: list[float], lead: int, steps: int = 200_000) -> tuple[float, float]:
     """Tokens a step of all requests, and the share of steps that anybody has a lead in."""
     random = np.random.default_rng(0)
     right = random.random((steps, len(rates), lead + 1)) < np.array(rates)[:, None]
     runs = right.cumprod(axis=2).sum(axis=2)  # the last is the first token behind what is verified
     tokens = np.minimum(runs, lead) + 1
-    missed = (runs <= lead) & (random.random(runs.shape) >= adoption)
+    missed = runs <= lead
     return float(tokens.sum() / steps), float(missed.any(axis=1).mean())
 
 
-@pytest.mark.parametrize(("guesses", "adoption"), [(0, 0.0), (2, 0.4)])
 @pytest.mark.parametrize(
     ("rates", "lead"), [([0.6], 1), ([0.6], 4), ([0.9], 3), ([0.95], 6), ([0.9, 0.7], 2), ([0.95, 0.9, 0.97], 3)]
 )
-def test_leads_come_as_often_as_chance_has_somebody_miss(rates, lead, guesses, adoption):
+def test_leads_come_as_often_as_chance_has_somebody_miss(rates, lead):
     wait, size = 0.3 * MS, len(rates)
     view = view_of(size, rates, {0: 0.9, 16: 0.25}, wait)
     cost, rows, context = view.cost, size * (lead + 1), float(view.num_tokens.sum())
-    tokens, share = leads_by_chance(rates, lead, adoption)
-    if size == 1 and not guesses:
+    tokens, share = leads_by_chance(rates, lead)
+    if size == 1:
         held = rates[0] ** (lead + 1)
         assert (tokens, share) == pytest.approx(((1 - held) / (1 - rates[0]), 1 - held), rel=0.02)
-    all_rows = size + guesses * rows  # of which each reads a context
-    deeper = float(cost.next_draft(all_rows, context * all_rows / size))
-    draft = float(cost.first_draft(size, context)) + lead * deeper
+    draft = float(cost.first_draft(size, context)) + lead * float(cost.next_draft(size, context))
     verify = float(cost.verify(rows, context))
     seconds = max(draft, verify) + 0.25 * min(draft, verify) + share * draft_seconds(view, lead) + cost.host + wait
-    found = lead_speed(view, np.array(rates), lead, 16, guesses, adoption)
+    found = lead_speed(view, np.array(rates), lead, 16)
     assert found == pytest.approx(tokens / seconds, rel=0.01)
 
 
-@pytest.mark.parametrize(("size", "lead", "guesses"), [(1, 3, 0), (1, 7, 4), (2, 5, 2), (4, 3, 1)])
-def test_a_way_is_priced_as_its_plan_is(size, lead, guesses):
+@pytest.mark.parametrize(("size", "lead"), [(1, 3), (1, 7), (2, 5), (4, 3)])
+def test_a_way_is_priced_as_its_plan_is(size, lead):
     """Of a step behind a hit: else what is learned from plans would not mend what ways are chosen by."""
     view = view_of(size, 0.9, {0: 0.9, 16: 0.25})
-    plan = hit_plan(view, lead, guesses)
+    plan = hit_plan(view, lead)
     rates = np.full(size, 1 - 1e-12)  # nobody misses
-    seconds = size * (lead + 1) / lead_speed(view, rates, lead, 16, guesses, 0.0)
+    seconds = size * (lead + 1) / lead_speed(view, rates, lead, 16)
     assert seconds == pytest.approx(view.cost.predict(plan), rel=1e-6)
 
 
-def hit_plan(view, lead: int, guesses: int) -> StepPlan:
+def hit_plan(view, lead: int) -> StepPlan:
     """Everybody has a frontier and drafts the next."""
     size = view.num_requests
     each = np.ones(size, dtype=np.int64)
     return StepPlan(
-        (), (), np.arange(size), view.num_tokens, view.num_tokens - 1, each, (lead + 1) * each, lead * each,
-        view.num_tokens + lead - 1, each, each < 0, NO_WRITES, NO_WRITES, overlaps=True, leads=True, waits=True,
-        outcomes=guesses, draft_sms=16,
+        (), (), np.arange(size), view.num_tokens, view.num_tokens - 1, each, (lead + 1) * each,
+        view.num_tokens + lead - 1, each, each < 0, NO_WRITES, NO_WRITES,
+        overlap=OverlapPlan(lead * each, 0 * each, leads=True, draft_sms=16),
     )  # fmt: skip
 
 
@@ -133,35 +127,30 @@ def test_nobody_overlaps_where_nothing_is_known_nothing_is_drafted_or_nothing_is
         assert chosen(view_of(1, rate, 1.0), MOST_LENGTH) is None
 
 
-def ways_of(view) -> dict[tuple[int, int, int, int], float]:
-    """Tokens per second by chunk, lead, guesses and split."""
-    rates, ways, adopted = request_rates(view), {}, {0: 0.0, **ADOPTED}
+def ways_of(view) -> dict[tuple[int, int, int], float]:
+    """Tokens per second by chunk, lead and split."""
+    rates, ways = request_rates(view), {}
     for split in view.cost.splits:
-        ways |= {(chunk, 0, 0, split): ride_speed(view, rates, chunk, split) for chunk in RIDING}
-        ways |= {
-            (lead + 1, lead, guesses, split): lead_speed(view, rates, lead, split, guesses, adopted[guesses])
-            for lead in LEADING
-            for guesses in GUESSING
-            if (guesses * (lead + 1) + 1) * view.num_requests <= MOST_DRAFT_ROWS
-        }
+        ways |= {(chunk, 0, split): ride_speed(view, rates, chunk, split) for chunk in RIDING_CHUNKS}
+        ways |= {(lead + 1, lead, split): lead_speed(view, rates, lead, split) for lead in LEADS}
     return ways
 
 
 def plain_speed_of(view) -> float:
     """At the best length there is."""
     size, rates = view.num_requests, request_rates(view)
-    return max(plain_speed(view, rates, np.full(size, length)) for length in LEADING)
+    return max(plain_speed(view, rates, np.full(size, length)) for length in LEADS)
 
 
-def chosen(view, most: int = 4) -> tuple[int, int, int, int] | None:
-    """Chunk, lead, guesses and split; the same for all."""
+def chosen(view, most: int = 4) -> tuple[int, int, int] | None:
+    """Chunk, lead and split; the same for all."""
     chunks = Overlap("auto").chunks(view, np.full(view.num_requests, most))
     if chunks is None:
         return None
     assert chunks.lengths.size == chunks.lead.size == view.num_requests
     ((chunk, lead),) = set(zip(chunks.lengths.tolist(), chunks.lead.tolist(), strict=True))
     assert chunks.leads == (lead > 0)
-    return chunk, lead, chunks.outcomes, chunks.draft_sms
+    return chunk, lead, chunks.draft_sms
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -188,7 +177,7 @@ def test_the_best_way_is_taken_if_it_is_better_than_none(wait):
                 view = view_of(size, rate, share, wait)
                 ways, way = ways_of(view), chosen(view)
                 best = max(ways, key=ways.__getitem__)
-                is_better = ways[best] > (1 + MARGIN) * plain_speed_of(view)
+                is_better = ways[best] > (1 + MARGIN_TO_BEGIN) * plain_speed_of(view)
                 assert way == (best if is_better else None)
                 found.add("none" if way is None else "lead" if way[1] else "ride")
     assert found == ({"none", "lead", "ride"} if wait < 1 * MS else {"none", "ride"})
@@ -206,7 +195,7 @@ def test_a_short_draft_is_no_reason_to_overlap():
 
 def test_more_than_a_few_do_not_overlap():
     overlap = Overlap("auto")
-    for size, overlaps in ((FEW[-1], True), (FEW[-1] + 1, False), (1, True)):
+    for size, overlaps in ((BATCH_SIZES[-1], True), (BATCH_SIZES[-1] + 1, False), (1, True)):
         chunks = overlap.chunks(view_of(size, 0.95, 0.0), np.full(size, 4))
         assert (chunks is not None) == overlaps
 
@@ -217,7 +206,7 @@ def test_the_device_is_shared_in_the_way_that_leaves_least(shares):
     for size in (1, 4):
         way = chosen(view_of(size, 0.95, shares))
         assert way == chosen(view_of(size, 0.95, {least: shares[least]}))
-        assert way[3] == least
+        assert way[2] == least
 
 
 def test_a_split_is_worth_what_it_hides_for_so_many_requests():
@@ -225,7 +214,7 @@ def test_a_split_is_worth_what_it_hides_for_so_many_requests():
     besides = tuple(Beside(sms, NOTHING, NOTHING, NOTHING, share) for sms, share in ((16, small), (48, large)))
     profile, judged = replace(H200, besides=besides), 10_000
     for size, split in ((1, 16), (4, 48)):
-        assert chosen(make_view(size, profile=profile, accepted=9_500, judged=judged))[3] == split
+        assert chosen(make_view(size, profile=profile, accepted=9_500, judged=judged))[2] == split
 
 
 def test_on_takes_the_lengths_of_the_policy():
@@ -233,66 +222,36 @@ def test_on_takes_the_lengths_of_the_policy():
     chunks = Overlap("on", draft_sms=16).chunks(make_view(3), lengths)
     assert (chunks.lengths.tolist(), chunks.lead.tolist(), chunks.draft_sms) == ([3, 0, 5], [0, 0, 0], 16)
     assert not chunks.leads
-    assert not chunks.waits
-    assert Overlap("on", outcomes=2).chunks(make_view(3), lengths).waits, "for where branches begin"
 
 
 def test_with_leads_it_drafts_one_more_beside_as_a_check():
     chunks = Overlap("on", leads=True).chunks(make_view(3), np.array([3, 0, 5]))
     assert (chunks.lengths.tolist(), chunks.lead.tolist(), chunks.draft_sms) == ([4, 0, 6], [3, 0, 5], 0)
     assert chunks.leads
-    assert chunks.waits
 
 
 def test_a_batch_is_looked_at_again_when_it_changes_or_after_a_while():
     overlap, four = Overlap("auto"), np.full(4, 4)
     assert overlap.chunks(view_of(4, 0.95, 0.0), four) is not None
-    later = [overlap.chunks(view_of(4, 0.95, 1.0), four) is not None for _ in range(PATIENCE)]
-    assert later == [True] * (PATIENCE - 1) + [False]
+    later = [overlap.chunks(view_of(4, 0.95, 1.0), four) is not None for _ in range(STEPS_BETWEEN_DECISIONS)]
+    assert later == [True] * (STEPS_BETWEEN_DECISIONS - 1) + [False]
     assert overlap.chunks(view_of(4, 0.95, 0.0), four) is None
     assert overlap.chunks(view_of(3, 0.95, 0.0), four[:3]) is not None
 
 
 def overlaps(overlap: Overlap, view, lengths) -> bool:
     """Once it has looked at it."""
-    found = [overlap.chunks(view, lengths) is not None for _ in range(PATIENCE)]
+    found = [overlap.chunks(view, lengths) is not None for _ in range(STEPS_BETWEEN_DECISIONS)]
     return found[-1]
-
-
-def make_steps(guesses: int, hits: list[bool], adopted: list[bool]):
-    """A step with so many requests that overlap, and what came of it."""
-    world = World(Fixed(3), overlap=Overlap(outcomes=guesses), max_running=len(hits), max_batch_tokens=64)
-    for i in range(len(hits)):
-        world.add(make_request(str(i), [1, 2, i % 5], 20))
-    world.step()
-    plan = world.scheduler.plan()
-    none = np.zeros_like(plan.lengths)
-    result = StepResult(plan.lengths, none, none, none, hits=np.array(hits), adopted=np.array(adopted))
-    return plan, result
 
 
 def test_of_a_request_nobody_has_seen_as_much_is_expected_as_of_all():
     new = replace(view_of(1, 0.5, {0: 0.9, 16: 0.35}), accepted=np.zeros(1, dtype=int), judged=np.zeros(1, dtype=int))
     seven, overlap = np.full(1, MOST_LENGTH), Overlap("auto")
     assert overlap.chunks(new, seven) is None
-    plan, result = make_steps(0, [True], [False])
     for _ in range(500):
-        overlap.learn(plan, result, make_outcome([7], [7]))
+        overlap.learn(make_outcome([7], [7]))
     assert overlaps(overlap, new, seven)
-
-
-@pytest.mark.parametrize("guesses", ADOPTED)
-def test_how_often_a_guess_is_right_is_learned_from_the_misses(guesses):
-    overlap = Overlap("auto")
-    assert overlap.adoption(guesses) == pytest.approx(ADOPTED[guesses])
-    assert overlap.adoption(0) == 0
-    # two misses became hits, one did not, and the third request had a hit anyway
-    step = make_steps(guesses, [True, True, True, False], [True, True, False, False])
-    for _ in range(2_000):
-        overlap.learn(*step, make_outcome([0], [0]))
-    assert overlap.adoption(guesses) == pytest.approx(2 / 3, abs=0.01)
-    others = [each for each in ADOPTED if each != guesses]
-    assert [overlap.adoption(each) for each in others] == pytest.approx([ADOPTED[each] for each in others])
 
 
 def test_a_device_is_prepared_for_the_splits_that_may_be_taken():

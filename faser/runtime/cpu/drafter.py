@@ -11,9 +11,8 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from faser.arrays import NONE, FloatArray, IntArray
+from faser.arrays import FloatArray, IntArray
 from faser.policy.stopping import WatchedPlan
 from faser.runtime.cpu.rows import Rows
 from faser.runtime.cpu.runner import ModelRunner
@@ -35,26 +34,9 @@ class Drafter(Protocol):
         """Write up to plan.lengths tokens per request to history[slot, num_tokens + frontier:]."""
         ...
 
-    def adopt(self, plan: StepPlan, num_accepted: IntArray) -> NDArray[np.bool_]:
-        """Put a branch behind the last token of each request that has one there, for a plan with `outcomes`: who. [B]
-
-        The tokens that were emitted are in the history.
-        """
-        ...
-
     def take_seconds(self) -> float:
         """Time spent in the draft's forwards since the last call."""
         ...
-
-
-@dataclass(frozen=True)
-class _Branch:
-    """What comes behind a token that the target may say, as far as it was drafted."""
-
-    position: int
-    tokens: list[int]  # that one, and the drafts
-    kv: torch.Tensor  # of all but the last
-    rivals: dict[int, list[int]]  # of the drafts
 
 
 class ModelDrafter:
@@ -70,63 +52,9 @@ class ModelDrafter:
         self._history: IntArray = history.numpy()
         self._vocab_size = target_vocab_size
         self._confidence: FloatArray | None = None  # of the drafts at hand, [B, depth]
-        self._num_rivals = 0  # to remember of each draft: what it would have been otherwise
-        self._rivals: dict[int, dict[int, list[int]]] = {}  # by slot and position, the best first
-        self._branches: dict[int, list[_Branch]] = {}  # of the plan at hand, by index in it
 
     def draft(self, plan: StepPlan) -> Drafts:
-        self._num_rivals, self._branches = plan.outcomes, {}
-        for new in plan.admitted:
-            self._rivals.pop(new.slot, None)
         self._runner.apply(plan.draft_pages)
-        drafts = self._draft(plan)
-        if plan.outcomes:
-            judged, sizes = plan.judged_of(drafts.num_tokens), plan.chunks_of(drafts.num_tokens) - 1
-            for i in np.flatnonzero(sizes > 0).tolist():
-                self._branches[i] = self._grow(int(plan.slots[i]), int(plan.num_tokens[i]), int(judged[i]), sizes[i])
-        return drafts
-
-    def _grow(self, slot: int, num_tokens: int, num_judged: int, size: int) -> list[_Branch]:
-        """Branches of `size` drafts, from every token that may be the last. All is left as it was."""
-        rivals = self._rivals.get(slot, {})
-        for position in [position for position in rivals if position < num_tokens]:
-            del rivals[position]
-        branches = []
-        for first in range(num_tokens, num_tokens + num_judged + 1):
-            kept, tokens = self._runner.keep(slot, first, size), self._history[slot, first : first + size + 1].copy()
-            usual = {position: rivals[position] for position in rivals if position > first}
-            for token in list(rivals.get(first, ())):
-                self._history[slot, first] = token
-                if all(self._extend_one(slot, position) for position in range(first, first + size)):
-                    grown = self._history[slot, first : first + size + 1].tolist()
-                    others = {position: rivals[position] for position in range(first + 1, first + size + 1)}
-                    branches.append(_Branch(first, grown, self._runner.keep(slot, first, size), others))
-            self._history[slot, first : first + size + 1] = tokens
-            self._runner.restore(slot, first, kept)
-            for position in [position for position in rivals if position > first]:
-                del rivals[position]
-            rivals.update(usual)
-        return branches
-
-    def _extend_one(self, slot: int, position: int) -> bool:
-        """Draft what comes behind a token; False where nothing may."""
-        rows = Rows.of(np.array([slot]), np.array([position]), np.ones(1, dtype=np.int64))
-        return not self._extend(rows, rows.last, rows.slots, rows.positions + 1, NONE, 0)
-
-    def adopt(self, plan: StepPlan, num_accepted: IntArray) -> NDArray[np.bool_]:
-        adopted = np.zeros(plan.slots.size, dtype=np.bool_)
-        for i, branches in self._branches.items():
-            slot, last = int(plan.slots[i]), int(plan.num_tokens[i] + num_accepted[i])
-            said = int(self._history[slot, last])
-            for branch in branches:
-                if branch.position == last and branch.tokens[0] == said:
-                    self._history[slot, last : last + len(branch.tokens)] = branch.tokens
-                    self._runner.restore(slot, last, branch.kv)
-                    self._rivals[slot].update(branch.rivals)
-                    adopted[i] = True
-        return adopted
-
-    def _draft(self, plan: StepPlan) -> Drafts:
         runs = np.flatnonzero(plan.draft_rows)
         if runs.size == 0:
             return Drafts(np.zeros_like(plan.lengths))
@@ -171,23 +99,7 @@ class ModelDrafter:
         self._history[slots, positions] = tokens
         if self._confidence is not None and requests.size:
             self._confidence[requests, done] = self._sampler.confidence(logits, slots, tokens)
-        stuck = list(self._sampler.failed_rows)
-        if self._num_rivals:
-            self._remember_rivals(logits, slots, positions, tokens)
-        return stuck
-
-    def _remember_rivals(self, logits: torch.Tensor, slots: IntArray, positions: IntArray, tokens: IntArray) -> None:
-        """The same draw without the tokens that came first in it."""
-        logits = logits.clone()
-        places = [(self._rivals.setdefault(slot, {}), at) for slot, at in zip(slots, positions.tolist(), strict=True)]
-        for rivals, position in places:
-            rivals[position] = []
-        for _ in range(self._num_rivals):
-            logits[torch.arange(tokens.size), torch.from_numpy(tokens)] = -torch.inf
-            tokens = self._sampler.sample(logits, slots, positions)
-            for row, (rivals, position) in enumerate(places):
-                if row not in self._sampler.failed_rows and logits[row, tokens[row]] > -torch.inf:
-                    rivals[position].append(int(tokens[row]))
+        return list(self._sampler.failed_rows)
 
     def _spread(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits by token id: noise, bias and penalties are. A short vocabulary proposes nothing outside itself."""
@@ -214,9 +126,6 @@ class NgramDrafter:
             self._history[slot, num_tokens : num_tokens + found.size] = found
             num_drafted[i] = found.size
         return Drafts(num_drafted)
-
-    def adopt(self, plan: StepPlan, num_accepted: IntArray) -> NDArray[np.bool_]:
-        return np.zeros(plan.slots.size, dtype=np.bool_)
 
     def take_seconds(self) -> float:
         return 0.0

@@ -41,10 +41,6 @@ class TorchExecutor:
         drafts = self._drafter.draft(plan) if self._drafter is not None else Drafts(plan.lengths)
         num_verified = self._sampler.num_valid(plan.slots, plan.num_tokens, plan.judged_of(drafts.num_tokens))
         verdict = self._verifier.verify(plan, num_verified, drafts.confidence, drafts.num_tokens)
-        hits, adopted = verdict.hits if plan.overlaps else None, None
-        if hits is not None and plan.outcomes and self._drafter is not None:
-            adopted = self._drafter.adopt(plan, verdict.num_accepted) & plan.samples & ~hits
-            hits = hits | adopted
         verify_seconds = self._verifier.take_seconds()
         if self._threads is not None:
             self._threads.end(num_rows, verify_seconds)
@@ -61,8 +57,7 @@ class TorchExecutor:
             ),
             confidence=drafts.confidence if plan.stopping is not None else None,
             exits=verdict.exits,
-            hits=hits,
-            adopted=adopted,
+            hits=verdict.hits,
         )
 
     def _update_slots(self, plan: StepPlan) -> None:

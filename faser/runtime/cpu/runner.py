@@ -27,20 +27,6 @@ class ModelRunner:
     def apply(self, writes: PageWrites) -> None:
         self._table[writes.slots, writes.columns] = writes.pages
 
-    def keep(self, slot: int, first: int, count: int) -> torch.Tensor:
-        """A copy of a slot's KV at positions first … first + count - 1: [num_layers, count, heads, head size]."""
-        pages, offsets = self._where(slot, first, count)
-        return self._cache.pages[:, pages, offsets]
-
-    def restore(self, slot: int, first: int, kept: torch.Tensor) -> None:
-        pages, offsets = self._where(slot, first, kept.shape[1])
-        self._cache.pages[:, pages, offsets] = kept
-
-    def _where(self, slot: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        positions = np.arange(first, first + count)
-        pages = self._table[slot, positions // self._cache.page_size]
-        return torch.from_numpy(pages), torch.from_numpy(positions % self._cache.page_size)
-
     def take_seconds(self) -> float:
         """Time spent in forwards since the last call."""
         seconds, self._seconds = self._seconds, 0.0

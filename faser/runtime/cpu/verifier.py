@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from faser.arrays import FloatArray, IntArray
+from faser.arrays import NONE, BoolArray, FloatArray, IntArray
 from faser.policy.early_exit import Exiting, ExitRule
 from faser.request import TokenLogprobs
 from faser.runtime.cpu.rows import Rows
@@ -31,8 +30,8 @@ class Verdict:
     num_accepted: IntArray  # [B]
     token_ids: IntArray  # flat: accepted + bonus of each request that samples
     logprobs: dict[int, list[TokenLogprobs]]  # by index in the plan
-    failures: dict[int, str]  # likewise: requests the target has no next token for
-    hits: NDArray[np.bool_]  # [B] whose drafts were all accepted, and that said the token drafted behind them
+    failures: dict[int, str]  # by index in the plan: requests that the target has no next token for
+    hits: BoolArray | None = None  # [B] who has a next frontier, where drafting goes on beside the verification
     exits: ExitReadings | None = None
 
 
@@ -45,10 +44,10 @@ class Verifier:
     def verify(
         self, plan: StepPlan, num_drafted: IntArray, confidence: FloatArray | None, num_new: IntArray
     ) -> Verdict:
-        """Judge the first num_drafted tokens [B] behind each context; there may be more, which nobody looks at.
+        """Judge the first num_drafted tokens [B] behind each context.
 
-        But where some of the new ones, num_new [B], come behind these, the first of them. `confidence` [B, depth] is
-        the draft's own, for plans that have a rule to exit by.
+        `num_new` [B] tokens were drafted in this step; those behind the first num_drafted are not judged. `confidence`
+        [B, depth] is the draft's own, for plans with a rule for early exit.
         """
         runner = self._runner
         runner.apply(plan.target_pages)
@@ -68,17 +67,18 @@ class Verifier:
         offsets = np.arange(judged.sum()) - np.repeat(starts, judged)  # 0 … num_drafted within each request
         wanted = np.repeat(rows.cu_rows[samples + 1] - judged, judged) + offsets
         logits = runner.logits(hidden, wanted)
-        num_accepted, hits = np.zeros_like(num_drafted), np.zeros(num_drafted.size, dtype=np.bool_)
+        num_accepted = np.zeros_like(num_drafted)
         if samples.size == 0:
-            return Verdict(num_drafted, num_accepted, np.zeros(0, dtype=np.int64), {}, {}, hits)
-
+            return Verdict(num_drafted, num_accepted, NONE, {}, {})
         slots, positions = rows.owners[wanted], rows.positions[wanted] + 1
         said = self._sampler.sample(logits, slots, positions)
         drafted = self._history[slots, positions]
         accepted = _leading_matches(said, drafted, offsets, judged, starts)
-        last = starts + judged - 1
-        goes_on = (plan.chunks_of(num_new) > 0) & (num_drafted == plan.judged_of(num_new))
-        hits[samples] = goes_on[samples] & (accepted == judged - 1) & (said[last] == drafted[last])
+        hits = None
+        if plan.overlap is not None and plan.overlap.beside:
+            last = starts + judged - 1
+            hits = (plan.overlap.chunk_of(num_new) > 0) & (num_drafted == plan.judged_of(num_new)) & plan.samples
+            hits[samples] &= (accepted == judged - 1) & (said[last] == drafted[last])
         emitted = offsets <= np.repeat(accepted, judged)
         self._history[slots[emitted], positions[emitted]] = said[emitted]
         num_accepted[samples] = accepted
@@ -135,9 +135,7 @@ def _leading_matches(
     return first_miss
 
 
-def _failures(
-    reasons: Mapping[int, str], emitted: NDArray[np.bool_], samples: IntArray, starts: IntArray
-) -> dict[int, str]:
+def _failures(reasons: Mapping[int, str], emitted: BoolArray, samples: IntArray, starts: IntArray) -> dict[int, str]:
     """By request, from the rows that failed. Behind the last emitted token such a row stands on a refused draft."""
     rows = [row for row in sorted(reasons, reverse=True) if emitted[row]]  # a request's first row has the last word
     return {int(samples[np.searchsorted(starts, row, side="right") - 1]): reasons[row] for row in rows}

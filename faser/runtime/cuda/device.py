@@ -12,14 +12,12 @@ from faser.errors import ConfigError
 from faser.models.transformer import Transformer
 from faser.progress import progress_bar
 from faser.runtime.cpu.drafter import NgramDrafter
-from faser.runtime.cuda.branches import pages_of_branch
 from faser.runtime.cuda.executor import CudaExecutor
 from faser.runtime.cuda.lanes import Lanes
 from faser.runtime.cuda.memory import Ledger, explained_shortage, fitting_pages
 from faser.runtime.cuda.model import MIXED_BUCKETS, ROW_BUCKETS, CudaModel
 from faser.runtime.cuda.sampling import Slots
 from faser.runtime.device import Parts, Profiling, Speeds
-from faser.step import MOST_DRAFT_ROWS
 
 log = logging.getLogger("faser.engine.engine")
 
@@ -56,17 +54,15 @@ class CudaDevice:
         if limits.max_running > ROW_BUCKETS[-1]:
             raise ConfigError(f"max_running={limits.max_running}: a GPU batch has at most {ROW_BUCKETS[-1]} requests")
         ledger = Ledger(sum(model.num_bytes for model in parts.models)) if device.type == "cuda" else None
-        num_branches = MOST_DRAFT_ROWS if parts.draft is not None and parts.may_overlap else 0
         longest = limits.max_model_len + 2 * parts.max_length + 1
-        slots = Slots.allocate(limits.max_running + num_branches, longest, device)
-
+        slots = Slots.allocate(limits.max_running, longest, device)
         lanes = Lanes(device)
 
         def on_device(model: Transformer, writes: bool) -> CudaModel:
             return CudaModel(
                 model,
                 slots,
-                max_requests=limits.max_running + (num_branches if writes else 0),
+                max_requests=limits.max_running,
                 max_rows=limits.max_batch_tokens,
                 max_context=limits.max_model_len,
                 page_size=parts.page_size,
@@ -76,10 +72,9 @@ class CudaDevice:
 
         target = on_device(parts.target, False)
         draft = on_device(parts.draft, True) if parts.draft is not None else None
-        acceptance = adoption = None
+        acceptance = None
         if parts.acceptance is not None:
             acceptance = torch.full((max(1, parts.max_length),), parts.acceptance, device=device)
-            adoption = torch.zeros(1, device=device)
         executor = CudaExecutor(
             target,
             draft,
@@ -89,7 +84,6 @@ class CudaDevice:
             ngrams=NgramDrafter(parts.history) if parts.uses_ngrams else None,
             max_length=parts.max_length,
             acceptance=acceptance,
-            adoption=adoption,
             runs_ahead=self.runs_ahead,
             lanes=lanes,
         )
@@ -97,15 +91,13 @@ class CudaDevice:
             ledger.buffers_are_made()
         models = [target] + ([draft] if draft is not None else [])
         page_bytes = sum(model.page_bytes for model in models)
-        branch_pages = pages_of_branch(parts.page_size) * num_branches
-        aside = branch_pages * draft.page_bytes if draft is not None else 0
         num_pages = parts.num_pages
         if num_pages is None:
             assert ledger is not None, "off a GPU the number of pages is given"
-            num_pages = fitting_pages(parts, page_bytes, aside, ledger.free, ledger.total)
+            num_pages = fitting_pages(parts, page_bytes, ledger.free, ledger.total)
         target.allocate_pages(num_pages)
         if draft is not None:
-            draft.allocate_pages(num_pages + branch_pages)
+            draft.allocate_pages(num_pages)
         with progress_bar("compiling kernels and capturing graphs") as update:
             executor.prepare(parts.usual_length, update, parts.exit_layers)
         if ledger is not None:

@@ -26,13 +26,13 @@ from faser.arrays import NONE, FloatArray, IntArray
 from faser.errors import ConfigError, EngineError
 from faser.policy.base import MOST_LENGTH
 from faser.policy.early_exit import Exiting, candidates_of
-from faser.policy.overlap import FEW
+from faser.policy.overlap import BATCH_SIZES
 from faser.policy.stopping import Stopping
 from faser.progress import Update
 from faser.request import TokenLogprobs
+from faser.rules.overlap import OverlapPlan
 from faser.runtime.cpu.drafter import NgramDrafter
 from faser.runtime.cpu.verifier import BROKEN
-from faser.runtime.cuda.branches import Branches, adopt, fork
 from faser.runtime.cuda.compile import compile_all
 from faser.runtime.cuda.filters import Filters, logprobs, unpack_logprobs
 from faser.runtime.cuda.lanes import Lanes
@@ -54,19 +54,18 @@ from faser.runtime.cuda.sampling import (
 )
 from faser.runtime.cuda.transfer import send
 from faser.runtime.sampling import Sampler
-from faser.step import MOST_DRAFT_ROWS, Admission, ExitReadings, Settling, StepPlan, StepResult, StepSeconds
+from faser.step import Admission, ExitReadings, Settling, StepPlan, StepResult, StepSeconds
 
 FILTERED_LOGITS = 1 << 22  # logits filtered at a time: sorting them takes some 250 MB
 PROMPT_ROWS = (8, 16, 32, 1 << 30)  # sizes of prompts that take kernels of their own
 MAX_FLIGHTS = 2  # steps submitted and not collected
-FEW_REQUESTS = FEW[-1]  # whose overlapping steps are captured ahead
+FEW_REQUESTS = BATCH_SIZES[-1]  # whose overlapping steps are captured ahead
 
 
 class CudaExecutor:
     """`history` int64 [max_slots, max_len] is the host's copy of the tokens, for n-gram drafts and for grammars.
 
     `acceptance`, by position in the draft, accepts drafts with these probabilities whatever they say: for measuring.
-    Likewise `adoption` [1] a branch that begins where a request goes on.
     """
 
     def __init__(
@@ -80,7 +79,6 @@ class CudaExecutor:
         ngrams: NgramDrafter | None = None,
         max_length: int = 0,
         acceptance: torch.Tensor | None = None,
-        adoption: torch.Tensor | None = None,
         runs_ahead: bool = False,
         lanes: Lanes,
     ) -> None:
@@ -90,7 +88,7 @@ class CudaExecutor:
         self._sampler = sampler
         self._history = history
         self._ngrams = ngrams
-        self._acceptance, self._adoption = acceptance, adoption
+        self._acceptance = acceptance
         self._on_host = np.zeros(len(history), dtype=np.bool_)  # by slot: the host samples its rows
         width = FIRST_TOKEN + max_length + 1
         max_requests, device = target.requests.slots.shape[0], target.model.device
@@ -154,11 +152,8 @@ class CudaExecutor:
         depths = {self._usual_rows, max(self._usual_rows, MOST_LENGTH + 1)}  # rows of a request, by policy or lead
         shapes: list[tuple[CudaModel, Shape | None]] = []
         for split in sorted({0, *splits}):
-            most_rows = next_draft(MOST_DRAFT_ROWS if split in splits else FEW_REQUESTS).num_rows
-            branched = [size for size in ROW_BUCKETS if size <= most_rows]
-            for finds in (False, True):
-                shapes += [(draft, _on_part(first_draft(size, 2), split, finds)) for size in few]
-                shapes += [(draft, _on_part(next_draft(size), split, finds)) for size in (branched if finds else few)]
+            shapes += [(draft, _on_part(first_draft(size, 2), split)) for size in few]
+            shapes += [(draft, _on_part(next_draft(size), split)) for size in few]
             part = self._lanes.num_sms - split if split else 0
             rows = [size for size in ROW_BUCKETS if 1 < size <= FEW_REQUESTS * max(depths)]
             all_ride = [(size, 1) for size in few]
@@ -166,14 +161,7 @@ class CudaExecutor:
             shapes += [(self._target, _on_part(verification(*size), part)) for size in sizes]
         found = dict.fromkeys(shapes)
         wanted = [(model, shape) for model, shape in found if shape is not None and model.has_graph_of(shape)]
-        one = Branches.one(self._history.shape[0])
-        compile_all(
-            [
-                *(partial(model.forward, shape) for model, shape in wanted),
-                partial(fork, one, self._slots, draft.table, draft.pages),
-                partial(adopt, one, self._slots, draft.table, draft.pages, self._packed, self._adoption),
-            ]
-        )
+        compile_all([partial(model.forward, shape) for model, shape in wanted])
         with explained_shortage(ConfigError):
             for done, (model, shape) in enumerate(reversed(wanted)):
                 model.capture(shape)
@@ -259,12 +247,12 @@ class CudaExecutor:
 
     def _run(self, flight: _Flight) -> Iterator[None]:
         """Enqueue a step. Where the host must see something before it knows how to go on, it may do other things."""
-        if flight.plan.waits and len(self._flights) > 1:
+        if _leads(flight.plan) and len(self._flights) > 1:
             yield  # until `collect` has settled it
         flight.num_drafted = flight.plan.lengths
         flight.landing.marks.start()
-        if flight.plan.overlaps:
-            self._draft_lead(flight)
+        if flight.plan.overlap is not None and flight.plan.overlap.beside:
+            self._draft_lead(flight, flight.plan.overlap)
         else:
             drafting = self._begin_drafts(flight)
             if drafting is not None:
@@ -284,10 +272,10 @@ class CudaExecutor:
         flight.landing.marks.finished()
         flight.is_launched = True
 
-    def _draft_lead(self, flight: _Flight) -> None:
+    def _draft_lead(self, flight: _Flight, overlap: OverlapPlan) -> None:
         """Draft what is verified in this step, and leave the rest to the other lane."""
         flight.beside = self._draft_tokens(flight)
-        for _ in range(int(flight.plan.lead.max(initial=0))):
+        for _ in range(int(overlap.lead.max(initial=0))):
             next(flight.beside, None)
         flight.landing.marks.forked()
         self._lane.fork()
@@ -319,17 +307,17 @@ class CudaExecutor:
             verdict = self._verdict(flight, packed)
             if self._flights:  # the device may be waiting for this
                 self._settle(self._flights[0], flight.settled, verdict)
-            return self._result(flight, packed, replace(verdict, seconds=marks.seconds(flight.plan.overlaps)))
+            return self._result(flight, packed, replace(verdict, seconds=marks.seconds(flight.plan.drafts_beside)))
         finally:
             self._landings.append(flight.landing)
 
     def _settle(self, flight: _Flight, before: StepPlan, result: StepResult) -> None:
         """Now that it is known what came of the step before."""
         plan = flight.plan
-        if plan.waits or plan.frontier.any():
+        if plan.overlap is not None:
             settling = Settling.of(before, result).spread(before.slots, len(self._history))
             flight.settled = plan.settle(settling[plan.slots])
-        if plan.waits:
+        if _leads(plan):
             flight.plan = flight.settled
             self.go_on()
 
@@ -423,42 +411,17 @@ class CudaExecutor:
             plan.frontier[order],
         )  # fmt: skip
         draft.set_lengths(lengths)
-        lead, finds = int(plan.lead.max(initial=0)), plan.outcomes > 0
-        shape = _on_part(first_draft(rows.size, int(rows.max())), 0 if lead else plan.draft_sms, finds)
-        shape = _launch(draft, shape, rows, plan.draft_start[order], int((lengths > 0).sum()))
-        if finds and not shape.finds_rivals:
-            draft.find_rivals(shape)
+        overlap = plan.overlap
+        lead, draft_sms = (int(overlap.lead.max(initial=0)), overlap.draft_sms) if overlap is not None else (0, 0)
+        shape = _on_part(first_draft(rows.size, int(rows.max())), 0 if lead else draft_sms)
+        _launch(draft, shape, rows, plan.draft_start[order], int((lengths > 0).sum()))
         yield order
         done = 1
         while done < lengths.max():
-            if plan.outcomes and done == lead + 1:
-                lengths = self._branch(flight, draft, order, done)
             shape = next_draft(int((lengths > done).sum()) if self.ragged else lengths.size)
-            draft.launch(replace(shape, num_sms=0 if done < lead else plan.draft_sms, finds_rivals=finds))
+            draft.launch(replace(shape, num_sms=0 if done < lead else draft_sms))
             done += 1
             yield order
-
-    def _branch(self, flight: _Flight, draft: CudaModel, order: IntArray, done: int) -> IntArray:
-        """Let branches draft on, too, now that the first token behind those to be verified is there: all lengths.
-
-        They are `done` tokens behind a start that there never was.
-        """
-        plan = flight.plan
-        branches = flight.branches = Branches.of(plan, self._history.shape[0])
-        if branches is None:
-            return plan.lengths[order]
-        fork(branches, self._slots, draft.table, draft.pages)
-        slots = np.concatenate([plan.slots[order], branches.slots])
-        start = np.concatenate([plan.draft_start[order], branches.positions - done + 1])
-        lengths = np.concatenate([plan.lengths[order], branches.sizes + done])
-        rows = np.concatenate([plan.draft_rows[order], np.zeros_like(branches.slots)])
-        longest = np.argsort(-lengths, kind="stable")
-        none = np.zeros_like(slots)
-        draft.set_requests(
-            slots[longest], start[longest], rows[longest], none, none.astype(bool), none.astype(bool), none, none
-        )
-        draft.set_lengths(lengths[longest], done)
-        return lengths[longest]
 
     def _look_up(self, ngrams: NgramDrafter, plan: StepPlan) -> IntArray:
         """Prompt lookup on the host, and its finds to the device."""
@@ -491,19 +454,16 @@ class CudaExecutor:
             shape = self._verification(plan, num_drafted)
             shape = _launch(target, shape, plan.num_rows + num_drafted, plan.start, int(judged.sum()))
         flight.landing.marks.verified()
-        if plan.overlaps:
+        if plan.drafts_beside:
             self._draft_beside(flight)
         flight.told = self._refine(plan, judged, shape)
         requests = target.requests_of(shape)
-        if plan.overlaps:
+        if plan.drafts_beside:
             self._lane.join()
         judge(
             target.choices, requests, target.rows.cu_wanted[: shape.num_requests + 1], self._slots,
-            self._packed[: shape.num_requests], overlaps=plan.overlaps, acceptance=self._acceptance,
+            self._packed[: shape.num_requests], overlaps=plan.drafts_beside, acceptance=self._acceptance,
         )  # fmt: skip
-        if flight.branches is not None and self._draft is not None:
-            draft = self._draft
-            adopt(flight.branches, self._slots, draft.table, draft.pages, self._packed, self._adoption)
 
     def _set_target_requests(self, plan: StepPlan, num_drafted: IntArray) -> None:
         self._target.set_requests(
@@ -517,7 +477,8 @@ class CudaExecutor:
         num_rows = plan.num_rows + num_drafted
         most = int(num_rows.max())
         shape = verification(int(num_rows.sum()), most if most == 1 else max(most, self._usual_rows))
-        shape = _on_part(shape, self._lanes.num_sms - plan.draft_sms if plan.draft_sms else 0)
+        draft_sms = plan.overlap.draft_sms if plan.overlap is not None else 0
+        shape = _on_part(shape, self._lanes.num_sms - draft_sms if draft_sms else 0)
         return shape if shape is not None and self._target.has_graph_of(shape) else None
 
     def _exit_before(self, flight: _Flight, exiting: Exiting) -> None:
@@ -627,17 +588,14 @@ class CudaExecutor:
 
     def _verdict(self, flight: _Flight, packed: IntArray) -> StepResult:
         """What came of a step but for its tokens; packed [B, FIRST_TOKEN + W]."""
-        plan, samples, hits, adopted = flight.plan, flight.plan.samples, None, None
-        if plan.overlaps:
-            goes_on = (plan.chunks_of(flight.num_drafted) > 0) & (flight.num_verified == plan.judged)
+        plan, samples, hits = flight.plan, flight.plan.samples, None
+        if plan.overlap is not None and plan.overlap.beside:
+            goes_on = (plan.overlap.chunk_of(flight.num_drafted) > 0) & (flight.num_verified == plan.judged)
             hits = samples & goes_on & (packed[:, HIT] == 1)
-            if plan.outcomes:
-                adopted = samples & (packed[:, HIT] == 2)
-                hits = hits | adopted
         # of frontiers that were void there was nothing to verify
         num_verified = np.minimum(flight.num_verified, flight.settled.judged_of(flight.num_drafted))
         num_accepted = np.where(samples, packed[:, NUM_ACCEPTED], 0)
-        return StepResult(flight.num_drafted, num_verified, num_accepted, NONE, hits=hits, adopted=adopted)
+        return StepResult(flight.num_drafted, num_verified, num_accepted, NONE, hits=hits)
 
     def _result(self, flight: _Flight, packed: IntArray, verdict: StepResult) -> StepResult:
         plan, told, samples = flight.plan, flight.told, flight.plan.samples
@@ -734,8 +692,13 @@ def _launch(model: CudaModel, shape: Shape | None, num_rows: IntArray, start: In
     return shape
 
 
-def _on_part(shape: Shape | None, num_sms: int, finds_rivals: bool = False) -> Shape | None:
-    return None if shape is None else replace(shape, num_sms=num_sms, finds_rivals=finds_rivals)
+def _on_part(shape: Shape | None, num_sms: int) -> Shape | None:
+    return None if shape is None else replace(shape, num_sms=num_sms)
+
+
+def _leads(plan: StepPlan) -> bool:
+    """Whether the step must know who missed in the step before."""
+    return plan.overlap is not None and plan.overlap.leads
 
 
 class _Marks:
@@ -933,7 +896,6 @@ class _Flight:
     confidence: FloatArray | None = None
     exits: ExitReadings | None = None
     rest: Iterator[None] = field(default_factory=lambda: iter(()))  # of what the host has to do for it
-    branches: Branches | None = None
     beside: Iterator[IntArray] = field(default_factory=lambda: iter(()))  # tokens to be drafted on the other lane
     is_launched: bool = False  # and there is none
     told: _Told = field(default_factory=lambda: _Told())

@@ -25,20 +25,20 @@ def explained_shortage(error: type[ConfigError] | type[EngineError]) -> Iterator
         raise error(f"out of GPU memory; {ADVICE} ({str(shortage).splitlines()[0]})") from shortage
 
 
-def fitting_pages(parts: Parts, page_bytes: int, aside: int, free: int, total: int) -> int:
-    """KV pages of each model. `page_bytes` are one page of all models, `aside` the bytes of branches beside them."""
+def fitting_pages(parts: Parts, page_bytes: int, free: int, total: int) -> int:
+    """KV pages of each model. `page_bytes` are one page of all models."""
     room = free - RESERVED_BYTES
     least = useful_pages(parts.page_size, parts.limits.max_model_len)
     if parts.kv_memory is not None:
         require_room(parts.kv_memory, room)
-        require_useful(parts.kv_memory, page_bytes, parts.page_size, least, aside)
-    elif room < least * page_bytes + aside:
+        require_useful(parts.kv_memory, page_bytes, parts.page_size, least)
+    elif room < least * page_bytes:
         raise ConfigError(
             f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free beside the models, too little for KV pages; "
             "lower --max-batch-tokens or --max-running, or use smaller models"
         )
     budget = room if parts.kv_memory is None else parts.kv_memory
-    return min((budget - aside) // page_bytes, parts.most_pages)
+    return min(budget // page_bytes, parts.most_pages)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from faser.runtime.cuda import attention, linear
 from faser.runtime.cuda.attention import AttentionConfig, Tiles, Workspace
 from faser.runtime.cuda.lanes import Lanes
 from faser.runtime.cuda.rows import NUM_COLUMNS, DeviceRows, Requests, expand, next_draft_rows, regather, settle
-from faser.runtime.cuda.sampling import Choices, Slots, find_rivals, sample, stand
+from faser.runtime.cuda.sampling import Choices, Slots, sample, stand
 from faser.runtime.cuda.transfer import Staging, send
 from faser.runtime.kv_cache import bytes_per_page
 from faser.step import PageWrites
@@ -66,7 +66,6 @@ class Shape:
     drafts_on: bool = False  # a row for each request that is still drafting, instead of the rows of the plan
     is_mixed: bool = False  # rows of requests that differ much, cut into tiles by the host; sampled from separately
     num_sms: int = 0  # of the part of the device it keeps to; 0: the whole
-    finds_rivals: bool = False  # and remembers the next best tokens of those it samples
 
     @property
     def wants_all(self) -> bool:
@@ -528,17 +527,6 @@ class CudaModel:
                 logits, rows.wanted_slots[some], rows.wanted_positions[some], num_rows, self._slots,
                 _some_choices(self.choices, some), vocabulary=self._vocabulary, write=self._writes,
                 confidence=self._writes,
-            )  # fmt: skip
-        if shape.finds_rivals:
-            self.find_rivals(shape)
-
-    def find_rivals(self, shape: Shape) -> None:
-        """Remember the next best tokens of those sampled last, as far as their logits are at hand."""
-        size, rows = shape.num_wanted, self._rows_of(shape)
-        if size <= HEAD_ROWS:
-            find_rivals(
-                self._logits[:size], rows.wanted_slots[:size], rows.wanted_positions[:size], rows.num_wanted,
-                self._slots, self.choices, vocabulary=self._vocabulary,
             )  # fmt: skip
 
 

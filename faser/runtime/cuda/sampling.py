@@ -34,8 +34,7 @@ FEW_TILES = 1056  # eight blocks of four warps on every SM of an H200; these thr
 MANY_BLOCKS = 2048
 MOST_TILES_PER_BLOCK = 8
 
-RECENT = 64  # positions whose confidence and rivals are kept: more than a draft has tokens
-MOST_RIVALS = 4  # kept of a drafted token
+RECENT = 64  # positions whose confidence is kept: more than a draft has tokens
 
 # columns of a packed verdict
 NUM_ACCEPTED, BROKEN, HIT, FIRST_TOKEN = 0, 1, 2, 3
@@ -70,7 +69,6 @@ class Slots:
     short: torch.Tensor  # int32 [max_slots] 1 where it made fewer, all of them accepted
     missed: torch.Tensor  # int32 [max_slots] 1 where what lay behind the drafts it verified is void
     sure: torch.Tensor  # float32 [max_slots, RECENT] the draft's confidence in its latest tokens, by position
-    rivals: torch.Tensor  # int32 [max_slots, RECENT, MOST_RIVALS] its next best tokens there, where asked for
 
     @classmethod
     def allocate(cls, max_slots: int, max_len: int, device: torch.device | str) -> Slots:
@@ -82,7 +80,6 @@ class Slots:
             torch.zeros(max_slots, dtype=torch.int32, device=device),
             torch.zeros(max_slots, dtype=torch.int32, device=device),
             torch.full((max_slots, RECENT), torch.nan, dtype=torch.float32, device=device),
-            torch.zeros(max_slots, RECENT, MOST_RIVALS, dtype=torch.int32, device=device),
         )
 
 
@@ -167,28 +164,6 @@ def _shape_of_a_block(num_tiles: int) -> tuple[int, int]:
     if num_tiles <= FEW_TILES:
         return 4, 1
     return 2, min(-(-num_tiles // MANY_BLOCKS), MOST_TILES_PER_BLOCK)
-
-
-def find_rivals(
-    logits: torch.Tensor,
-    row_slots: torch.Tensor,
-    positions: torch.Tensor,
-    num_rows: torch.Tensor,
-    slots: Slots,
-    choices: Choices,
-    *,
-    vocabulary: torch.Tensor | None = None,
-) -> None:
-    """Into slots.rivals: the next best tokens of each row, in the draw that `sample` has just made. Likewise given."""
-    num_bucket_rows, num_columns = logits.shape
-    num_tiles = -(-num_columns // TILE)
-    _rivals_kernel[(num_bucket_rows,)](
-        logits, row_slots, positions, num_rows,
-        slots.seeds, slots.inverse_temperatures, vocabulary, choices.tile_max, choices.tile_cost, slots.rivals,
-        logits.stride(0), num_columns, num_tiles,
-        tile_width=TILE, padded_tiles=_power_of_two(num_tiles), recent=RECENT, most_rivals=MOST_RIVALS,
-        padded_rivals=_power_of_two(MOST_RIVALS + 1), num_warps=4,
-    )  # fmt: skip
 
 
 def judge(
@@ -420,50 +395,6 @@ def _sample_kernel(
         )  # fmt: skip
         if history is not None:
             tl.store(history + slot * history_stride + position, chosen)
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
-def _rivals_kernel(
-    logits, row_slots, positions, num_rows,
-    seeds, inverse_temperatures, vocabulary, tile_max, tile_cost, rivals,
-    logits_stride, num_columns, num_tiles,
-    tile_width: tl.constexpr, padded_tiles: tl.constexpr, recent: tl.constexpr, most_rivals: tl.constexpr,
-    padded_rivals: tl.constexpr,
-):  # fmt: skip
-    """The best tile gives its best token, and is then as good as its next best; and so on. The first is the winner."""
-    row = tl.program_id(0)
-    if row >= tl.load(num_rows):
-        return
-    slot, position, inverse_temperature, key0, key1 = _row(row, row_slots, positions, seeds, inverse_temperatures)
-    scale = _scale(inverse_temperature)
-    logits += row.to(tl.int64) * logits_stride
-    # [padded_tiles]
-    tile = tl.arange(0, padded_tiles)
-    known = tile < num_tiles
-    best = tl.load(tile_max + row * num_tiles + tile, mask=known, other=-_INFINITY)
-    if inverse_temperature > 0:
-        cost = tl.load(tile_cost + row * num_tiles + tile, mask=known, other=1.0)
-        best = tl.where(known, best * scale - tl.log2(cost), -_INFINITY)
-    # [padded_rivals]
-    place = tl.arange(0, padded_rivals)
-    taken = tl.full([padded_rivals], -1, tl.int32)
-    for turn in range(most_rivals + 1):
-        top = tl.max(best, axis=0)
-        which = tl.min(tl.where((best == top) & known, tile, num_tiles - 1), axis=0)
-        x, column = _load_tile(logits, which, num_columns, tile_width)
-        token = _tokens_of(column, vocabulary, num_columns)
-        value = x
-        if inverse_temperature > 0:
-            value = x * scale - tl.log2(_exponential(_noise_word(token, key0, key1)))
-        is_taken = tl.max((token[None, :] == taken[:, None]).to(tl.int32), axis=0) != 0
-        value = tl.where(is_taken | (column >= num_columns), -_INFINITY, value)
-        chosen = tl.min(tl.where(value == tl.max(value, axis=0), token, _NO_TOKEN), axis=0)
-        taken = tl.where(place == turn, chosen, taken)
-        left = tl.max(tl.where(token == chosen, -_INFINITY, value), axis=0)
-        best = tl.where(tile == which, left, best)
-    rivals += (slot * recent + position % recent) * most_rivals
-    is_rival = (place > 0) & (place <= most_rivals)
-    tl.store(rivals + place - 1, taken, mask=is_rival)
 
 
 # --- standing ------------------------------------------------------------------------------------------------------

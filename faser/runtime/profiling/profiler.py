@@ -37,6 +37,7 @@ from faser.policy.early_exit import ExitPoint, ExitRule
 from faser.policy.stopping import Stopping
 from faser.progress import Update
 from faser.request import SamplingParams
+from faser.rules.overlap import OverlapPlan
 from faser.runtime.device import Profiling
 from faser.step import Admission, PageWrites, StepPlan, StepResult, StepSeconds
 
@@ -145,8 +146,8 @@ class Batch:
     is_looked_at: bool = False  # its drafts are, between their tokens, and always found good enough to go on
     exits: ExitRule | None = None  # and by its points in the target, to no effect
     overlaps: bool = False  # drafts of as many tokens are verified meanwhile, and those are
-    draft_sms: int = 0  # see StepPlan
-    waits: bool = False  # likewise
+    draft_sms: int = 0  # see OverlapPlan
+    leads: bool = False  # see OverlapPlan: the step waits for the result of the step before
 
     @classmethod
     def decoding(cls, num_tokens: IntArray, lengths: IntArray, lag: IntArray | None = None) -> Batch:
@@ -394,6 +395,10 @@ class Steps:
         frontier = np.zeros_like(batch.lengths)
         if batch.overlaps:
             frontier, draft_rows = batch.lengths, np.minimum(draft_rows, 1)
+        overlap = None
+        if batch.overlaps or batch.draft_sms:
+            none = np.zeros_like(batch.lengths)
+            overlap = OverlapPlan(frontier, none, batch.overlaps, batch.leads, batch.draft_sms)
         return StepPlan(
             admitted=(),
             released=(),
@@ -402,7 +407,6 @@ class Steps:
             start=batch.num_tokens - batch.num_rows,
             num_rows=batch.num_rows,
             lengths=batch.lengths,
-            frontier=frontier,
             draft_start=batch.num_tokens + frontier - draft_rows,
             draft_rows=draft_rows,
             unsettled=np.zeros(batch.num_tokens.size, dtype=np.bool_),
@@ -410,9 +414,7 @@ class Steps:
             draft_pages=NO_WRITES,
             stopping=_never_stopping(batch) if batch.is_looked_at else None,
             exits=batch.exits,
-            overlaps=batch.overlaps,
-            draft_sms=batch.draft_sms,
-            waits=batch.waits,
+            overlap=overlap,
         )
 
     def _plan_with_pages(self, batch: Batch) -> StepPlan:
@@ -564,7 +566,7 @@ class _Rounds:
         if not subject.can_draft_beside or not isinstance(subject.executor, AsyncExecutor):
             return 0.0
         plain = replace(_alike(1, MORE, subject.contexts(1)[0]), overlaps=True)
-        ahead, waiting = (self._steps.run(replace(plain, waits=waits), max(TURNS)) for waits in (False, True))
+        ahead, waiting = (self._steps.run(replace(plain, leads=leads), max(TURNS)) for leads in (False, True))
         return max(0.0, float(waiting.steps.min() - ahead.steps.min()))
 
     def _exit_check(self) -> tuple[Curve | None, int]:

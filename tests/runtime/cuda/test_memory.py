@@ -66,25 +66,25 @@ def parts(kv_memory, max_model_len=4096):
 MIB = 2**20
 
 
-def test_pages_on_a_gpu_are_those_of_the_budget_without_what_branches_take():
-    assert fitting_pages(parts(100 * MIB), MIB, 20 * MIB, 8 * GIB, 9 * GIB) == 80
-    assert fitting_pages(parts(None), MIB, 20 * MIB, RESERVED_BYTES + 70 * MIB, 9 * GIB) == 50
-    assert fitting_pages(parts(4 * GIB), MIB, 0, 8 * GIB, 9 * GIB) == 1000, "more could never be used"
+def test_pages_on_a_gpu_are_those_of_the_budget():
+    assert fitting_pages(parts(100 * MIB), MIB, 8 * GIB, 9 * GIB) == 100
+    assert fitting_pages(parts(None), MIB, RESERVED_BYTES + 70 * MIB, 9 * GIB) == 70
+    assert fitting_pages(parts(4 * GIB), MIB, 8 * GIB, 9 * GIB) == 1000, "more could never be used"
 
 
 @pytest.mark.parametrize(
     ("given", "free", "says"),
     [
         (parts(100 * GIB), 8 * GIB, r"kv_memory of 100 GiB: there is room for at most 6\.5 GiB; give less"),
-        (parts(30 * MIB), 8 * GIB, r"holds 160 tokens, too few for a request of 256; give at least 0\.036 GiB"),
-        (parts(10 * MIB), 8 * GIB, r"holds 0 tokens, too few for a request of 256"),
-        (parts(21 * MIB, max_model_len=20), 8 * GIB, r"holds 16 tokens, too few for a request of 32"),
-        (parts(None), RESERVED_BYTES + 30 * MIB, r"1\.5 of 9\.0 GiB are free beside the models, too little"),
+        (parts(10 * MIB), 8 * GIB, r"holds 160 tokens, too few for a request of 256; give at least 0\.016 GiB"),
+        (parts(MIB // 2), 8 * GIB, r"holds 0 tokens, too few for a request of 256"),
+        (parts(MIB, max_model_len=20), 8 * GIB, r"holds 16 tokens, too few for a request of 32"),
+        (parts(None), RESERVED_BYTES + 10 * MIB, r"1\.5 of 9\.0 GiB are free beside the models, too little"),
     ],
 )
 def test_kv_memory_that_does_not_fit_or_serves_no_useful_request_is_refused_on_a_gpu(given, free, says):
     with pytest.raises(ConfigError, match=says):
-        fitting_pages(given, MIB, 20 * MIB, free, 9 * GIB)
+        fitting_pages(given, MIB, free, 9 * GIB)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton: pip ins
 
 from faser.arrays import IntArray
 from faser.engine.pages import NO_WRITES
+from faser.rules.overlap import OverlapPlan
 from faser.runtime.cpu.rows import Rows
 from faser.runtime.cuda.rows import NO_SLOT, DeviceRows, Requests, expand, next_draft_rows, settle
 from faser.step import Settling, StepPlan
@@ -163,8 +164,9 @@ def test_settling_on_the_device_is_settling_the_plan(device, model, count, num_b
     short[slots] &= frontier == 0
     lag = np.where(unsettled, np.where(frontier > 0, 1, 2), rng.integers(1, 9, count))
     plan = StepPlan(
-        (), (), slots, num_tokens, num_tokens - 1, np.ones_like(slots), np.full_like(slots, 3), frontier,
-        num_tokens + frontier - lag, lag, unsettled, NO_WRITES, NO_WRITES, overlaps=True,
+        (), (), slots, num_tokens, num_tokens - 1, np.ones_like(slots), np.full_like(slots, 3),
+        num_tokens + frontier - lag, lag, unsettled, NO_WRITES, NO_WRITES,
+        overlap=OverlapPlan(frontier, np.zeros_like(slots)),
     )  # fmt: skip
     settled = plan.settle(Settling(refused, short, missed)[slots])
     before, after = (

@@ -160,7 +160,7 @@ class Shared(Simulated):
 
     def execute(self, plan: StepPlan) -> StepResult:
         result = super().execute(plan)
-        draft, verify = (1.0, 1.0) if plan.overlaps else SLOWER[plan.draft_sms]
+        draft, verify = (1.0, 1.0) if plan.drafts_beside or plan.overlap is None else SLOWER[plan.overlap.draft_sms]
         spent = result.seconds
         return replace(result, seconds=replace(spent, draft=draft * spent.draft, verify=verify * spent.verify))
 
@@ -171,7 +171,7 @@ class Waiting(SimulatedAhead):
     WAIT = 0.2 * MS
 
     def execute(self, plan: StepPlan) -> StepResult:
-        if plan.waits:
+        if plan.overlap is not None and plan.overlap.leads:
             self.time.pass_by(self.WAIT)
         return super().execute(plan)
 
@@ -240,8 +240,8 @@ def test_the_slots_are_given_back_and_progress_reaches_its_end():
 
 def plain_parts(subject: Subject, size: int) -> StepSeconds:
     """Of so many requests that draft three tokens each, by what the profiler ran."""
-    alike = [plan for plan in subject.executor.plans if plan.overlaps and plan.slots.size == size]
-    plan = replace(alike[0], overlaps=False, frontier=np.zeros(size, dtype=np.int64))
+    alike = [plan for plan in subject.executor.plans if plan.drafts_beside and plan.slots.size == size]
+    plan = replace(alike[0], overlap=None)
     return subject.executor.cost.parts(plan)
 
 
@@ -276,7 +276,7 @@ def test_what_is_not_shared_is_not_measured_beside():
     for subject in subjects:
         found = profile_of(subject)
         assert (found.besides, found.await_seconds) == ((), 0.0)
-        assert not any(plan.overlaps for plan in subject.executor.plans)
+        assert not any(plan.drafts_beside for plan in subject.executor.plans)
 
 
 @pytest.mark.parametrize("splits", [(), (0,)])
