@@ -14,6 +14,7 @@ from faser.policy.base import Outcome
 
 BLOCK_STEPS = 4
 MIN_PAIRS, MAX_PAIRS = 2, 8  # of blocks in a comparison
+REST_STEPS = 16  # between two pairs of blocks: by the last result; without drafts while there is none
 CERTAIN = 2.0  # standard errors
 LEAST_ERROR = 0.02  # of a mean of log ratios: two blocks may agree by chance
 UNTRUSTED_LENGTH = 3  # tokens a request drafts at most where a gain cannot be trusted
@@ -73,15 +74,16 @@ class _Comparison:
 
     def __init__(self) -> None:
         self.allows = True  # in the present block, or while the result holds
-        self._pays = True  # the last result
+        self._pays = False  # the last result
         self._is_first = True
         self.steps_left = 0  # of the hold
         self._begin()
 
     def _begin(self) -> None:
         self._gains: list[float] = []  # log of with over without, of each pair of blocks
+        self._rest_left = 0
         self._speeds: dict[bool, float] = {}  # of the pair's blocks
-        self._new_block(self._pays)
+        self._new_block(self._pays or self._is_first)
 
     def _new_block(self, drafts: bool) -> None:
         self.allows = drafts
@@ -95,6 +97,11 @@ class _Comparison:
             self.steps_left -= 1
             if not self.steps_left:
                 self._begin()
+            return
+        if self._rest_left > 0:
+            self._rest_left -= 1
+            if not self._rest_left:
+                self._new_block(self.allows)
             return
         if self._skips:
             self._skips = False
@@ -119,18 +126,25 @@ class _Comparison:
         if self._is_decided():
             self._conclude()
         else:
-            self._new_block(self.allows)  # with without without with
+            self.allows, self._rest_left = self._pays, REST_STEPS
 
     def _is_decided(self) -> bool:
         count, mean = len(self._gains), fmean(self._gains)
         if count < MIN_PAIRS:
             return not self._is_first and (mean > CLEAR if self._pays else mean < -CLEAR)
-        error = stdev(self._gains) / math.sqrt(count)
-        return count >= MAX_PAIRS or abs(mean) > CERTAIN * max(LEAST_ERROR, error)
+        return count >= MAX_PAIRS or self._is_certain()
+
+    def _is_certain(self) -> bool:
+        if len(self._gains) < MIN_PAIRS:
+            return True  # one clear pair confirmed the last result
+        error = stdev(self._gains) / math.sqrt(len(self._gains))
+        return abs(fmean(self._gains)) > CERTAIN * max(LEAST_ERROR, error)
 
     def _conclude(self) -> None:
         mean = fmean(self._gains)
         lost = len(self._gains) * (1 + BLOCK_STEPS) * (1 - math.exp(-abs(mean)))  # steps' worth of the faster way
-        self._pays = self.allows = mean > 0
+        if self._is_certain() or self._pays:  # without drafts until they are surely better
+            self._pays = mean > 0
+        self.allows = self._pays
         self._is_first = False
         self.steps_left = int(min(MAX_HOLD, max(MIN_HOLD, lost / COMPARING_COST)))

@@ -40,12 +40,17 @@ def test_drafts_that_lose_are_soon_given_up_and_rarely_tried(gain, noise):
     assert any(traffic.drafted[200:]), "it is never tried again"
 
 
-@pytest.mark.parametrize("gain", [1.1, 1.3])
-@pytest.mark.parametrize("noise", [0.0, 0.2])
+@pytest.mark.parametrize(("gain", "noise"), [(1.1, 0.0), (1.1, 0.1), (1.3, 0.0), (1.3, 0.2)])
 def test_drafts_that_gain_go_on(gain, noise):
     traffic = Traffic(gain, noise)
     traffic.run(2000)
     assert np.mean(traffic.drafted) > 0.92
+
+
+def test_a_small_gain_that_noise_hides_is_found_in_the_end():
+    traffic = Traffic(1.1, noise=0.2)
+    traffic.run(6000)
+    assert np.mean(traffic.drafted[-2000:]) > 0.9
 
 
 def test_a_gain_beyond_all_error_needs_no_comparison():
@@ -93,12 +98,21 @@ def test_a_gain_that_is_trusted_now_and_then_spoils_no_comparison():
 def test_batches_of_other_sizes_are_compared_on_their_own():
     traffic = Traffic(0.8, size=16)
     traffic.run(200)
-    assert not traffic.measured.allows(16, 1.05, 0.1)
-    assert traffic.measured.allows(1, 1.05, 0.1)
+    assert traffic.measured.rules_out(16)
+    assert not traffic.measured.rules_out(1)
 
 
 def test_steps_with_prompts_say_nothing():
-    traffic = Traffic(1.0)
-    for _ in range(100):
-        traffic.measured.learn(traffic.outcome(True, 1, 100 * PLAIN, prompts=64), PLAIN)
-    assert traffic.measured.allows(4, 1.05, 0.1)
+    traffic, beside_prompts = Traffic(1.3), Traffic(1.3)
+    for _ in range(200):
+        traffic.run(1)
+        beside_prompts.measured.learn(traffic.outcome(True, 1, 100 * PLAIN, prompts=64), PLAIN)
+        beside_prompts.run(1)
+    assert beside_prompts.drafted == traffic.drafted
+
+
+def test_while_nothing_is_known_a_loss_is_small():
+    """Drafts that make a batch a quarter slower cost 3 % at most while they are compared."""
+    traffic = Traffic(0.75, noise=0.3)
+    traffic.run(150)
+    assert 4 <= sum(traffic.drafted) < 0.12 * 150
