@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from faser.arrays import NONE, FloatArray, IntArray
 from faser.request import SamplingParams, TokenLogprobs
-
-if TYPE_CHECKING:
-    from faser.policy.early_exit import ExitRule
-    from faser.policy.stopping import Stopping
+from faser.rules.early_exit import ExitReadings, ExitRule
+from faser.rules.stopping import Stopping
 
 
 @dataclass(frozen=True)
@@ -210,16 +207,6 @@ class StepSeconds:
     @property
     def total(self) -> float:
         return self.draft + self.verify - self.hidden
-
-
-@dataclass(frozen=True)
-class ExitReadings:
-    """What the points of an early exit saw of n drafts, and what they left; see faser/policy/early_exit.py."""
-
-    owner: IntArray  # [n] index in the plan
-    place: IntArray  # [n] within the owner's drafts, from 0
-    features: FloatArray  # [points, n, F]; NaN at points that a draft did not reach
-    kept: IntArray  # [points, B] drafts that each request still has behind the point
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from faser.arrays import FloatArray, IntArray
-from faser.cost.profile import Cost
+from faser.cost.base import Cost
+from faser.limits import ADAPTIVE_MAX_LENGTH
 from faser.policy.acceptance import Acceptance
-from faser.policy.base import MOST_LENGTH, BatchView, Outcome
-from faser.policy.estimates import ragged_seconds, reaches, request_rates
+from faser.policy.base import BatchView, Outcome
+from faser.policy.estimates import ragged_seconds, reaches
 from faser.step import MOST_DRAFT_ROWS, StepPlan, StepResult
 
 MODES = ("auto", "on", "off")
@@ -31,8 +32,8 @@ MODES = ("auto", "on", "off")
 # an H200 predictions for one request were up to 3 % too good.
 MARGIN, STAYING = 0.04, 0.02
 SURE = 0.99  # no rate is taken to be higher
-RIDING = range(2, MOST_LENGTH + 1)  # chunks; of one token nothing would be left to verify
-LEADING = range(1, MOST_LENGTH + 1)  # frontiers
+RIDING = range(2, ADAPTIVE_MAX_LENGTH + 1)  # chunks; of one token nothing would be left to verify
+LEADING = range(1, ADAPTIVE_MAX_LENGTH + 1)  # frontiers
 GUESSING = (0, 1, 2, 4)
 # How many of the misses so many guesses turn into hits, before that is known: the default pair's (`docs/lab.md`), and
 # the steps this counts as.
@@ -100,7 +101,7 @@ class Overlap:
         self._looked_at: tuple[int, ...] = ()  # what the latest decision was for
         self._best: Way | None = None
         self._num_steps = 0  # since then
-        self._acceptance = Acceptance(MOST_LENGTH)  # of all requests, for what is not known of one
+        self._acceptance = Acceptance(ADAPTIVE_MAX_LENGTH)  # of all requests, for what is not known of one
         self._adopted = {guesses: np.array([rate * PRIOR, PRIOR]) for guesses, rate in ADOPTED.items()}  # of misses
 
     def chunks(self, view: BatchView, lengths: IntArray) -> Chunks | None:
@@ -121,7 +122,7 @@ class Overlap:
         return self._best.chunks(lengths.size) if self._best is not None else None
 
     def _decide(self, view: BatchView, lengths: IntArray) -> Way | None:
-        rates = np.minimum(request_rates(view, self._acceptance.mean), SURE)
+        rates = np.minimum(self._acceptance.request_rates(view), SURE)
         # drafts may stop before their lengths, and what overlaps may be longer than they are
         others = [np.minimum(lengths, most) for most in range(1, int(lengths.max()) + 1)]
         others += [np.full_like(lengths, most) for most in LEADING]

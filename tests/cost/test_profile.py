@@ -8,18 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from faser.cost.profile import (
-    FADING,
-    MOST_FACTOR,
-    MOST_SLOWER,
-    NOTHING,
-    VERSION,
-    Beside,
-    Curve,
-    Profile,
-    ProfiledCost,
-    work_of,
-)
+from faser.cost.curve import NOTHING, Curve
+from faser.cost.overlap import MAX_CORRECTION, OverlapProfile
+from faser.cost.profile import VERSION, Profile
+from faser.cost.profiled_cost import MAX_FACTOR, SPEED_DECAY, ProfiledCost
+from faser.cost.work import work_of
 from faser.engine.pages import NO_WRITES
 from faser.errors import ConfigError
 from faser.step import StepPlan, StepSeconds
@@ -37,8 +30,8 @@ GPU = Profile(
     catch_up=Curve((8, 64), (2 * MS, 9 * MS), (0.0, 0.0)),
     host=0.5 * MS,
     besides=(
-        Beside.of(0, {1: (StepSeconds(2 * MS, 4 * MS), StepSeconds(2 * MS, 4 * MS), 5.5 * MS)}),
-        Beside.of(32, {1: (StepSeconds(2 * MS, 4 * MS), StepSeconds(3 * MS, 5 * MS), 5.5 * MS)}),
+        OverlapProfile.of(0, {1: (StepSeconds(2 * MS, 4 * MS), StepSeconds(2 * MS, 4 * MS), 5.5 * MS)}),
+        OverlapProfile.of(32, {1: (StepSeconds(2 * MS, 4 * MS), StepSeconds(3 * MS, 5 * MS), 5.5 * MS)}),
     ),
     await_seconds=0.2 * MS,
     errors={"verify": 0.02, "verify_worst": 0.05},
@@ -132,7 +125,7 @@ def test_what_is_not_hidden_is_a_share_of_the_shorter():
         16: (StepSeconds(6.0, 10.0), StepSeconds(7.0, 9.0), 9.0),
         32: (StepSeconds(6.0, 8.0), StepSeconds(12.0, 10.0), 16.0),
     }
-    found, none = Beside.of(16, batches), (0.0,) * 4
+    found, none = OverlapProfile.of(16, batches), (0.0,) * 4
     assert found.draft_sms == 16
     assert found.draft == Curve(tuple(batches), (3.0, 7.0, 7.0, 12.0), none)
     assert found.verify == Curve(tuple(batches), (9.0, 5.0, 9.0, 10.0), none)
@@ -320,7 +313,7 @@ def test_predictions_follow_a_machine_twice_as_slow():
     assert float(cost.next_draft(1, 0)) == pytest.approx(1.4 * MS, rel=0.01)
 
 
-@pytest.mark.parametrize(("factor", "most"), [(100.0, MOST_FACTOR), (0.01, 1 / MOST_FACTOR)])
+@pytest.mark.parametrize(("factor", "most"), [(100.0, MAX_FACTOR), (0.01, 1 / MAX_FACTOR)])
 def test_corrections_are_bounded(factor, most):
     cost = ProfiledCost(GPU)
     run(cost, make_plan([100], 2), factor, 0.0, 500)
@@ -380,7 +373,7 @@ def test_what_both_take_at_once_is_learned_from_the_steps_that_overlap_that_way(
     )
 
 
-@pytest.mark.parametrize(("slower", "bound"), [(100.0, MOST_SLOWER), (0.01, 1 / MOST_SLOWER)])
+@pytest.mark.parametrize(("slower", "bound"), [(100.0, MAX_CORRECTION), (0.01, 1 / MAX_CORRECTION)])
 def test_what_is_learned_of_both_at_once_is_bounded(slower, bound):
     cost, plan = ProfiledCost(GPU), overlapping(make_plan([100], 5), lead=2, draft_sms=32)
     learn_beside(cost, plan, slower, 500)
@@ -453,7 +446,7 @@ def test_one_long_pause_hardly_counts():
     parts = cost.parts(plan)
     before = cost.predict(plan)
     cost.learn(plan, parts, 10.0)
-    assert before < cost.predict(plan) < before * (1 + 1.1 * (1 - FADING))
+    assert before < cost.predict(plan) < before * (1 + 1.1 * (1 - SPEED_DECAY))
 
 
 def test_a_step_whose_parts_were_not_measured_teaches_nothing():

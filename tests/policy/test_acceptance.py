@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from faser.policy.acceptance import PRIOR_RATE, Acceptance, Calibration
-from faser.policy.stopping import Stopping, accepted_chance
+from faser.rules.stopping import Stopping, accepted_chance
 from tests.policy.profiles import make_outcome, make_view
 
 
 def test_before_anything_is_seen_all_have_the_prior():
-    assert Acceptance(3).rates_of(make_view(2)) == pytest.approx(PRIOR_RATE)
+    assert Acceptance(3).position_rates(make_view(2)) == pytest.approx(PRIOR_RATE)
 
 
 def test_every_position_has_a_rate_of_its_own():
@@ -32,7 +32,7 @@ def test_the_first_refused_token_is_judged_and_those_behind_it_are_not():
     assert acceptance.rates == pytest.approx([1.0, 0.0, PRIOR_RATE], abs=0.05)
 
 
-def test_old_steps_fade():
+def test_old_steps_count_less_and_less():
     acceptance = Acceptance(1)
     for accepted in (1, 0):
         for _ in range(3000):
@@ -41,13 +41,25 @@ def test_old_steps_fade():
 
 
 def test_a_request_is_told_apart_by_its_own_count_and_by_little_of_it_only_a_little():
-    view = make_view(4, accepted=[0, 0, 95, 1], judged=[100, 0, 100, 1])
-    low, unknown, high, hardly = Acceptance(2).rates_of(view)
+    view = make_view(4, accepted=[0, 0, 95, 1], tried=[100, 0, 100, 1])
+    low, unknown, high, hardly = Acceptance(2).position_rates(view)
     assert (low < unknown).all()
     assert (unknown < hardly).all()
     assert (hardly < high).all()
     assert unknown == pytest.approx(PRIOR_RATE)
     assert (hardly - unknown < 0.1).all()
+
+
+def test_a_request_has_the_mean_of_all_requests_and_then_more_and_more_its_own_rate():
+    acceptance = Acceptance(2)
+    view = make_view(3, accepted=[0, 8, 800], tried=[0, 8, 800])
+    rates = acceptance.request_rates(view)
+    assert rates[0] == pytest.approx(PRIOR_RATE)
+    assert rates[0] < rates[1] < rates[2] < 1
+    for _ in range(2000):
+        acceptance.learn(make_outcome([1], [0]))
+    assert acceptance.request_rates(view)[0] == pytest.approx(acceptance.mean)
+    assert acceptance.mean < 0.2
 
 
 def test_no_depth_beyond_the_one_given_is_learned():
@@ -81,7 +93,7 @@ def test_calibration_stays_within_reason_whatever_it_is_told(accepted, sure):
     assert 0 <= accepted_chance(np.array([0.0, 1.0]), (offset, factor))[0] <= 1
 
 
-def test_calibration_learns_nothing_from_drafts_nobody_looked_at():
+def test_calibration_learns_nothing_from_drafts_without_confidence_checks():
     calibration = Calibration()
     calibration.learn(make_outcome([3], [0]))
     assert calibration.weights == Calibration().weights

@@ -8,20 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from faser.cost.profile import Curve, Profile, ProfiledCost
+from faser.cost.curve import Curve
+from faser.cost.profile import Profile
+from faser.cost.profiled_cost import ProfiledCost
 from faser.errors import ConfigError
-from faser.policy.early_exit import (
-    LEAST_JUDGED,
-    EarlyExit,
-    Exiting,
-    ExitPoint,
-    ExitRule,
-    features_of,
-    kept_by,
-    make_point,
-)
-from faser.runtime.profiling.profiler import Batch, Steps
-from faser.step import ExitReadings, StepResult
+from faser.policy.early_exit import MIN_TRIED, EarlyExit, make_point
+from faser.rules.early_exit import Exiting, ExitPoint, ExitReadings, ExitRule, features_of, kept_by
+from faser.runtime.profiling.batches import Batch
+from faser.runtime.profiling.steps import Steps
+from faser.step import StepResult
 from tests.policy.profiles import H200
 from tests.runtime.profiling.test_profiler import make_subject
 
@@ -73,7 +68,7 @@ def test_what_would_leave_the_forward_as_dear_stays():
     assert ExitRule((point,)).saves(8, 7)
 
 
-def test_a_point_that_was_not_looked_at_teaches_nothing():
+def test_a_point_that_was_skipped_teaches_nothing():
     plan = plan_of(32, 3)
     exits = EarlyExit("on", LAYERS, trials=1)
     for _ in range(12):
@@ -111,7 +106,9 @@ def test_a_point_of_one_kind_of_drafts_alone_is_finite_in_its_weights(accepted):
 def test_nothing_is_tried_where_even_perfect_knowledge_would_not_pay():
     flat = replace(H200, verify=Curve((512,), (4e-3,), (0.0,), 512), prompts=Curve((512,), (4e-3,), (0.0,)))
     assert EarlyExit("auto", LAYERS, cost_with(1e-5, flat)).rule_for(plan_of(8, 3)) is None
-    assert EarlyExit("auto", LAYERS, ProfiledCost(H200)).rule_for(plan_of(32, 3)) is None, "no price of a look"
+    assert EarlyExit("auto", LAYERS, ProfiledCost(H200)).rule_for(plan_of(32, 3)) is None, (
+        "the profile has no price of a check"
+    )
     assert EarlyExit("on", LAYERS).rule_for(plan_of(8, 0)) is None, "nothing is drafted"
 
 
@@ -133,7 +130,7 @@ def test_auto_goes_from_trials_to_a_rule_if_the_rule_saves_more_than_it_costs():
     rule = rules[-1]
     assert rule is not None
     assert len(rule.points) == 1
-    assert cheap.stats.trials * 64 >= LEAST_JUDGED
+    assert cheap.stats.trials * 64 >= MIN_TRIED
     assert cheap.stats.false_share == 0
     tried = {rule.layers for rule in (dear.rule_for(plan) for _ in range(20)) if rule is not None}
     assert tried == {(0,)}, "only what costs nothing is tried"

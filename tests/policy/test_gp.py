@@ -27,13 +27,13 @@ def test_before_anything_was_seen_the_predicted_cost_decides():
 
 
 def test_where_rows_are_dear_a_hopeless_request_is_not_drafted_for():
-    lengths = FaserGP().lengths(make_view(64, accepted=[180, 0] * 32, judged=200))
+    lengths = FaserGP().lengths(make_view(64, accepted=[180, 0] * 32, tried=200))
     assert lengths[0::2].all()
     assert not lengths[1::2].any()
 
 
 def test_a_request_that_is_accepted_more_never_drafts_less():
-    lengths = FaserGP().lengths(make_view(8, accepted=[0, 30, 60, 90, 120, 150, 180, 200], judged=200))
+    lengths = FaserGP().lengths(make_view(8, accepted=[0, 30, 60, 90, 120, 150, 180, 200], tried=200))
     assert lengths.tolist() == sorted(lengths.tolist())
 
 
@@ -84,7 +84,7 @@ def test_what_left_the_window_is_forgotten():
     assert not policy.lengths(small).any()
     for size in (100, 150, 250):  # far away, and more kinds than the window holds
         for accepted in range(0, 101, 10):
-            policy.lengths(make_view(size, accepted=accepted, judged=100))
+            policy.lengths(make_view(size, accepted=accepted, tried=100))
             for length in range(8):
                 seconds = step_seconds(small.cost, np.full(size, length), np.full(size, 200))
                 policy.learn(make_outcome([length] * size, min(length, 2), seconds=seconds))

@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from faser.cost.profile import NOTHING, Beside, Curve
+from faser.cost.curve import NOTHING, Curve
+from faser.cost.overlap import OverlapProfile
 from faser.engine.pages import NO_WRITES
+from faser.limits import ADAPTIVE_MAX_LENGTH
 from faser.policy import Fixed
-from faser.policy.base import MOST_LENGTH
-from faser.policy.estimates import request_rates
+from faser.policy.acceptance import Acceptance
 from faser.policy.overlap import (
     ADOPTED,
     FEW,
@@ -36,11 +37,11 @@ def view_of(size: int, rate: object, share: float | dict[int, float] | None, awa
     judged = np.full(size, 10_000)
     shares = share if isinstance(share, dict) else {} if share is None else {0: share}
     besides = tuple(
-        Beside(split, NOTHING, NOTHING, NOTHING, Curve((1, 64), (left, left), (0.0, 0.0)))
+        OverlapProfile(split, NOTHING, NOTHING, NOTHING, Curve((1, 64), (left, left), (0.0, 0.0)))
         for split, left in shares.items()
     )
     profile = replace(H200, besides=besides, await_seconds=await_seconds)
-    return make_view(size, profile=profile, accepted=(np.array(rate) * judged).astype(int), judged=judged)
+    return make_view(size, profile=profile, accepted=(np.array(rate) * judged).astype(int), tried=judged)
 
 
 def draft_seconds(view, length: int) -> float:
@@ -130,12 +131,16 @@ def test_nobody_overlaps_where_nothing_is_known_nothing_is_drafted_or_nothing_is
     assert Overlap("auto").chunks(view_of(4, 0.95, 0.0), 0 * three) is None
     for rate in (0.3, 0.6, 0.9, 0.99):
         assert Overlap("auto").chunks(view_of(4, rate, 1.0), three) is None
-        assert chosen(view_of(1, rate, 1.0), MOST_LENGTH) is None
+        assert chosen(view_of(1, rate, 1.0), ADAPTIVE_MAX_LENGTH) is None
+
+
+def rates_of(view):
+    return Acceptance(ADAPTIVE_MAX_LENGTH).request_rates(view)
 
 
 def ways_of(view) -> dict[tuple[int, int, int, int], float]:
     """Tokens per second by chunk, lead, guesses and split."""
-    rates, ways, adopted = request_rates(view), {}, {0: 0.0, **ADOPTED}
+    rates, ways, adopted = rates_of(view), {}, {0: 0.0, **ADOPTED}
     for split in view.cost.splits:
         ways |= {(chunk, 0, 0, split): ride_speed(view, rates, chunk, split) for chunk in RIDING}
         ways |= {
@@ -149,7 +154,7 @@ def ways_of(view) -> dict[tuple[int, int, int, int], float]:
 
 def plain_speed_of(view) -> float:
     """At the best length there is."""
-    size, rates = view.num_requests, request_rates(view)
+    size, rates = view.num_requests, rates_of(view)
     return max(plain_speed(view, rates, np.full(size, length)) for length in LEADING)
 
 
@@ -222,10 +227,10 @@ def test_the_device_is_shared_in_the_way_that_leaves_least(shares):
 
 def test_a_split_is_worth_what_it_hides_for_so_many_requests():
     small, large = Curve((1, 4), (0.1, 0.9), (0.0, 0.0)), Curve((1, 4), (0.9, 0.1), (0.0, 0.0))
-    besides = tuple(Beside(sms, NOTHING, NOTHING, NOTHING, share) for sms, share in ((16, small), (48, large)))
+    besides = tuple(OverlapProfile(sms, NOTHING, NOTHING, NOTHING, share) for sms, share in ((16, small), (48, large)))
     profile, judged = replace(H200, besides=besides), 10_000
     for size, split in ((1, 16), (4, 48)):
-        assert chosen(make_view(size, profile=profile, accepted=9_500, judged=judged))[3] == split
+        assert chosen(make_view(size, profile=profile, accepted=9_500, tried=judged))[3] == split
 
 
 def test_on_takes_the_lengths_of_the_policy():
@@ -272,8 +277,8 @@ def make_steps(guesses: int, hits: list[bool], adopted: list[bool]):
 
 
 def test_of_a_request_nobody_has_seen_as_much_is_expected_as_of_all():
-    new = replace(view_of(1, 0.5, {0: 0.9, 16: 0.35}), accepted=np.zeros(1, dtype=int), judged=np.zeros(1, dtype=int))
-    seven, overlap = np.full(1, MOST_LENGTH), Overlap("auto")
+    new = replace(view_of(1, 0.5, {0: 0.9, 16: 0.35}), accepted=np.zeros(1, dtype=int), tried=np.zeros(1, dtype=int))
+    seven, overlap = np.full(1, ADAPTIVE_MAX_LENGTH), Overlap("auto")
     assert overlap.chunks(new, seven) is None
     plan, result = make_steps(0, [True], [False])
     for _ in range(500):

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from faser.arrays import NONE, FloatArray, IntArray
-from faser.policy.stopping import WatchedPlan
+from faser.rules.stopping import WatchedPlan
 from faser.runtime.cpu.rows import Rows
 from faser.runtime.cpu.runner import ModelRunner
 from faser.runtime.ngram import lookup

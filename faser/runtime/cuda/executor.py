@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 
 from faser.arrays import NONE, FloatArray, IntArray
 from faser.errors import ConfigError, EngineError
-from faser.policy.base import MOST_LENGTH
-from faser.policy.early_exit import Exiting, candidates_of
+from faser.limits import ADAPTIVE_MAX_LENGTH
 from faser.policy.overlap import FEW
-from faser.policy.stopping import Stopping
 from faser.progress import Update
 from faser.request import TokenLogprobs
+from faser.rules.early_exit import Exiting, ExitReadings, candidates_of
+from faser.rules.stopping import Stopping
 from faser.runtime.cpu.drafter import NgramDrafter
 from faser.runtime.cpu.verifier import BROKEN
 from faser.runtime.cuda.branches import Branches, adopt, fork
@@ -54,7 +54,7 @@ from faser.runtime.cuda.sampling import (
 )
 from faser.runtime.cuda.transfer import send
 from faser.runtime.sampling import Sampler
-from faser.step import MOST_DRAFT_ROWS, Admission, ExitReadings, Settling, StepPlan, StepResult, StepSeconds
+from faser.step import MOST_DRAFT_ROWS, Admission, Settling, StepPlan, StepResult, StepSeconds
 
 FILTERED_LOGITS = 1 << 22  # logits filtered at a time: sorting them takes some 250 MB
 PROMPT_ROWS = (8, 16, 32, 1 << 30)  # sizes of prompts that take kernels of their own
@@ -151,7 +151,8 @@ class CudaExecutor:
         draft = self._draft
         assert draft is not None
         few = [size for size in ROW_BUCKETS if size <= FEW_REQUESTS]
-        depths = {self._usual_rows, max(self._usual_rows, MOST_LENGTH + 1)}  # rows of a request, by policy or lead
+        # rows of a request, by policy or lead
+        depths = {self._usual_rows, max(self._usual_rows, ADAPTIVE_MAX_LENGTH + 1)}
         shapes: list[tuple[CudaModel, Shape | None]] = []
         for split in sorted({0, *splits}):
             most_rows = next_draft(MOST_DRAFT_ROWS if split in splits else FEW_REQUESTS).num_rows
@@ -275,7 +276,7 @@ class CudaExecutor:
         exiting = None
         if flight.plan.exits is not None and flight.num_verified.any():
             exiting = Exiting(flight.plan.exits, flight.num_verified, int(flight.plan.num_rows.sum()))
-            if flight.plan.exits.looks_before:
+            if flight.plan.exits.needs_confidence:
                 yield
                 self._exit_before(flight, exiting)
         yield from self._verify(flight, exiting)
@@ -394,7 +395,7 @@ class CudaExecutor:
             drafting = _Drafting(plan, plan.stopping, order, self._glance)
             drafting.look(self._draft.choices.confidence)
             return drafting
-        is_doubted = plan.exits is not None and plan.exits.looks_before
+        is_doubted = plan.exits is not None and plan.exits.needs_confidence
         if is_doubted:
             self._doubts.begin(order[plan.lengths[order] > 0], self._draft.choices.confidence)
         for done, _ in enumerate(tokens, 1):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from faser.cost.profile import ProfiledCost
+from faser.cost.profiled_cost import ProfiledCost
 from faser.policy.rivals.tetris import WINDOW, Tetris, capacity
 from tests.policy.profiles import H200, SMOOTH, make_view
 
@@ -22,7 +22,7 @@ def test_requests_alike_share_the_capacity_evenly():
 
 
 def test_where_rows_are_short_the_hopeless_get_none():
-    lengths = Tetris().lengths(make_view(100, accepted=[90, 0] * 50, judged=100))
+    lengths = Tetris().lengths(make_view(100, accepted=[90, 0] * 50, tried=100))
     assert lengths[0::2].sum() == 28
     assert lengths[1::2].sum() == 0
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from faser.cost.profile import ProfiledCost
+from faser.cost.profiled_cost import ProfiledCost
 from faser.models.transformer import Transformer
 from faser.runtime.device import Profiling
 from tests.runtime.cuda.test_executor import chosen, make_engine

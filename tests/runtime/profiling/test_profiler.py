@@ -20,14 +20,19 @@ from faser.bench import command as bench_command
 from faser.build import build_engine, load_pair
 from faser.cli.main import main
 from faser.config import EngineOptions
-from faser.cost.profile import NOTHING, Beside, Curve, Profile, ProfiledCost
+from faser.cost.curve import NOTHING, Curve
+from faser.cost.overlap import OverlapProfile
+from faser.cost.profile import Profile
+from faser.cost.profiled_cost import ProfiledCost
 from faser.cost.step_cost import StepCost
-from faser.engine.scheduler import Limits
 from faser.errors import ConfigError
-from faser.policy import BatchView, Fixed
+from faser.limits import Limits
+from faser.policy import BatchView, Fixed, Policy
 from faser.runtime.device import Profiling
 from faser.runtime.profiling import saved as saved_profiles
-from faser.runtime.profiling.profiler import HELD_OUT, Sample, Subject, fit_line, make_curve, measure, measure_quick
+from faser.runtime.profiling.batches import NUM_HELD_OUT, Subject
+from faser.runtime.profiling.fit import Sample, fit_line, make_curve
+from faser.runtime.profiling.profiler import measure, measure_quick
 from faser.step import StepPlan, StepResult, StepSeconds
 from tests.bench.simulated import Time
 from tests.test_exactness import assert_equal, make_engine, make_requests, reference, serve
@@ -150,7 +155,7 @@ class Shared(Simulated):
 
     def __init__(self, profile: Profile, *args) -> None:
         besides = tuple(
-            Beside(
+            OverlapProfile(
                 split, NOTHING, NOTHING, NOTHING, Curve((1, 16), (left, 2 * left), (0.0, 0.0)),
                 *(Curve((1,), (each,), (0.0,)) for each in SLOWER[split]),
             )
@@ -341,7 +346,7 @@ def test_held_out_batches_are_ragged():
     subject = make_subject()
     profile_of(subject)
     ragged = {tuple(plan.lengths.tolist()) for plan in subject.executor.plans if len(set(plan.lengths.tolist())) > 3}
-    assert len(ragged) > HELD_OUT / 3
+    assert len(ragged) > NUM_HELD_OUT / 3
 
 
 @pytest.mark.parametrize(
@@ -367,7 +372,7 @@ def test_rows_seen_with_one_context_borrow_what_context_costs():
 # ---- real executors ----
 
 
-class Costly:
+class Costly(Policy):
     """Drafts three tokens, and is only asked by who knows what they cost."""
 
     name = "costly"
