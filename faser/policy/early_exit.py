@@ -18,16 +18,7 @@ from faser.arrays import BoolArray, FloatArray
 from faser.cost.profiled_cost import ProfiledCost
 from faser.cost.work import Work, work_of
 from faser.errors import ConfigError
-from faser.rules.early_exit import (
-    BY_RANK,
-    DEPTHS,
-    NUM_FEATURES,
-    ExitPoint,
-    ExitReadings,
-    ExitRule,
-    kept_by,
-    layers_at,
-)
+from faser.rules.early_exit import BY_RANK, DEPTHS, NUM_FEATURES, ExitPoint, ExitReadings, ExitRule, kept_by, layers_at
 from faser.step import StepPlan, StepResult
 
 MODES = ("auto", "on", "off")

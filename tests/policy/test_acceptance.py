@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from faser.policy.acceptance import PRIOR_RATE, Acceptance, Calibration
-from faser.rules.stopping import Stopping, accepted_chance
+from faser.rules.stopping import accepted_chance
 from tests.policy.profiles import make_outcome, make_view
 
 
@@ -97,26 +97,3 @@ def test_calibration_learns_nothing_from_drafts_without_confidence_checks():
     calibration = Calibration()
     calibration.learn(make_outcome([3], [0]))
     assert calibration.weights == Calibration().weights
-
-
-def test_another_token_is_drafted_if_it_is_worth_its_cost():
-    rule = Stopping(np.full((3, 4), 0.8), np.array([0.0, 1.0, 1.0, 1.0]), 2.0, (0.0, 1.0))
-    both = np.array([0, 2])
-    watch = rule.watch(both)
-    assert watch.goes_on([0.9, 0.9]), "2 × (0.72 + 0.72) > 1"
-    assert not watch.goes_on([0.3, 0.2]), "2 × 0.8 × (0.27 + 0.18) < 1"
-    assert not rule.watch(both[:1]).goes_on([0.6]), "2 × 0.48 < 1"
-
-
-def test_a_watched_draft_that_has_ended_counts_no_more():
-    rule = Stopping(np.full((2, 4), 1.0), np.array([0.0, 1.0, 0.6, 0.6]), 1.0, (0.0, 1.0))
-    watch = rule.watch(np.arange(2))
-    assert watch.goes_on([0.7, 0.7])
-    assert not watch.goes_on([0.7]), "0.49, of the first alone"
-
-
-def test_the_rule_of_some_requests_and_of_them_among_others():
-    rule = Stopping(np.array([[0.1], [0.2]]), np.zeros(1), 1.0, (0.0, 1.0))
-    spread = rule.spread(np.array([False, True, False, True]))
-    assert spread.rates[:, 0].tolist() == [0.0, 0.1, 0.0, 0.2]
-    assert spread.of(np.array([False, True, True, False])).rates[:, 0].tolist() == [0.1, 0.0]

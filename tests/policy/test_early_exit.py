@@ -1,4 +1,4 @@
-"""Which drafts leave a verification early, and when that is worth it."""
+"""Which exit rule a step gets, and how rules are learned."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from faser.cost.profile import Profile
 from faser.cost.profiled_cost import ProfiledCost
 from faser.errors import ConfigError
 from faser.policy.early_exit import MIN_TRIED, EarlyExit, make_point
-from faser.rules.early_exit import Exiting, ExitPoint, ExitReadings, ExitRule, features_of, kept_by
+from faser.rules.early_exit import Exiting, ExitReadings, ExitRule, features_of
 from faser.runtime.profiling.batches import Batch
 from faser.runtime.profiling.steps import Steps
 from faser.step import StepResult
 from tests.policy.profiles import H200
-from tests.runtime.profiling.test_profiler import make_subject
+from tests.runtime.profiling.machine import make_subject
 
 LAYERS = 32
 RANDOM = np.random.default_rng(0)
@@ -43,29 +43,6 @@ def trial_of(plan, accepted, rank) -> StepResult:
     seen = features_of(rank(owner, place), zeros, zeros + 0.5, place)
     readings = ExitReadings(owner, place, np.stack([seen] * 3), np.stack([lengths] * 3))
     return StepResult(lengths, lengths, accepted, np.zeros(0, dtype=np.int64), exits=readings)
-
-
-def test_drafts_go_from_the_first_on_that_has_k_better_candidates():
-    rank = np.array([0, 3, 0, 5, 0, 0])
-    owner, place = np.array([0, 0, 0, 1, 1, 2]), np.array([0, 1, 2, 0, 1, 0])
-    features = features_of(rank, np.zeros(6), np.full(6, np.nan), place)
-    assert ExitPoint.by_rank(16, 3).drops(features).tolist() == [False, True, False, True, False, False]
-    assert ExitPoint.by_rank(16, 4).drops(features).tolist() == [False, False, False, True, False, False]
-    drops = ExitPoint.by_rank(16, 3).drops(features)
-    assert kept_by(drops, owner, place, np.array([3, 2, 1, 0])).tolist() == [1, 0, 1, 0]
-
-
-def test_what_would_leave_the_forward_as_dear_stays():
-    point = ExitPoint(0, (0.0, 0.0, 0.0, 0.0, 1.0), 0.5)  # drops all but the first
-    none = np.zeros(6)
-    for sizes, left in (((4, 8), [1, 1]), ((6, 8), [1, 1]), ((3, 8), [3, 3]), ((), [1, 1])):  # 8 rows would become 4
-        exiting = Exiting(ExitRule((point,), row_sizes=sizes), np.array([3, 3]), 2)
-        exiting.take(none.astype(int), none, none + 0.5)
-        assert exiting.left.tolist() == left
-    assert ExitRule((point,), row_sizes=(4, 8)).saves(8, 4)
-    assert not ExitRule((point,), row_sizes=(4, 8)).saves(8, 5)
-    assert ExitRule((point,), row_sizes=(4, 8)).saves(10, 9), "beyond the sizes every row counts"
-    assert ExitRule((point,)).saves(8, 7)
 
 
 def test_a_point_that_was_skipped_teaches_nothing():

@@ -7,13 +7,7 @@ from hypothesis import strategies as st
 
 from faser.cost.profiled_cost import ProfiledCost
 from faser.engine.pages import NO_WRITES
-from faser.policy.estimates import (
-    expected_tokens,
-    likeliest,
-    seconds_by_length,
-    step_seconds,
-    survival,
-)
+from faser.policy.estimates import expected_tokens, likeliest, seconds_by_length, step_seconds, survival
 from faser.step import StepPlan
 from tests.policy.profiles import H200, MS, SMOOTH, make_view
 
