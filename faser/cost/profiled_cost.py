@@ -103,7 +103,7 @@ class ProfiledCost:
         return seconds
 
     def exit_check(self, drafts: int) -> float:
-        """Seconds of an early exit's check of so many drafts."""
+        """Seconds of an early exit's check of `drafts` drafts."""
         check = self.profile.exit_check
         return 0.0 if check is None else float(self._target.factor * check(drafts, 0.0))
 

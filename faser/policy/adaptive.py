@@ -20,10 +20,10 @@ from faser.policy.evidence import UNTRUSTED_LENGTH, MeasuredGain, is_trusted
 from faser.rules.stopping import Stopping
 
 DEPTH = ADAPTIVE_MAX_LENGTH
-MAX_DRAFTS = 512  # drafted tokens in one step; beyond so many rows every row costs its full share
+MAX_DRAFTS = 512  # drafted tokens in one step; beyond 512 rows every row costs its full share
 TYPICAL_REST = 128  # tokens a request is expected to go on for, plus as many as it has generated
 CHECK_GAIN = 0.15  # seconds a confidence check saves / seconds per drafted token, by replay (docs/lab.md)
-MAX_CHECKED = 2  # requests with confidence checks: drafts end together, and of more requests one mostly looks good
+MAX_CHECKED = 2  # requests with confidence checks: drafts end together, and among three one is mostly confident
 TRAFFIC_SECONDS = 0.5  # time constant of the measured rate of prompt rows
 LASTING_SHARE = 0.75  # of that rate, which is expected to last
 MAX_RUNNING = 256  # requests a batch is expected to grow to
@@ -32,7 +32,7 @@ SLACK = 0.1  # share of steps without prompts, below which a token is worth less
 PROMPT_ROWS = 512  # prompt rows of the step at which the cost of one more row beside prompts is read off
 
 DRAFTS = np.arange(MAX_DRAFTS + 1)
-MIN_DRAFTING = -(-DRAFTS // DEPTH)  # fewest requests that draft so many tokens together
+MIN_DRAFTING = -(-DRAFTS // DEPTH)  # fewest requests that can draft 0, 1, 2, … tokens together
 POSITIONS = np.arange(DEPTH)
 ROWS = np.arange(1, DEPTH + 2)  # verified rows of a request, by its length
 
@@ -67,7 +67,7 @@ class Adaptive(Policy):
 
     def __init__(self) -> None:
         self._acceptance = Acceptance(DEPTH)
-        self._checked_acceptance = Acceptance(DEPTH)  # of drafts with confidence checks: those that go on look good
+        self._checked_acceptance = Acceptance(DEPTH)  # of drafts with confidence checks: only confident ones are long
         self._calibration = Calibration()
         self._measured = MeasuredGain()
         self._plain_seconds: dict[int, float] = {}  # latest prediction for a step without drafts, by requests
@@ -186,8 +186,8 @@ class Adaptive(Policy):
     def _price(self, share: float, row: float) -> float:
         """Seconds a token is worth: `share` is its part of a step without prompts, `row` that of a row beside prompts.
 
-        A token saved beside prompts shortens a later step without prompts by `share`, as long as there are such steps.
-        As their share of all steps falls from SLACK to 0, the worth falls from `share` to `row`.
+        A token saved beside prompts shortens a later step without prompts by `share`, as long as there are some.
+        As the share of steps without prompts falls from SLACK to 0, the worth falls from `share` to `row`.
         """
         return row + (share - row) * min(1.0, (1 - self._prompt_share) / SLACK)
 

@@ -45,7 +45,7 @@ def make_plan(num_tokens, lengths, num_rows=1, draft_rows=1, cut=0) -> StepPlan:
 
 
 def run(cost: ProfiledCost, plan: StepPlan, factor: float, host: float, steps: int) -> None:
-    """A machine that is so many times slower than the profile says."""
+    """Steps of a machine that takes `factor` times the profiled seconds."""
     parts = ProfiledCost(cost.profile).parts(plan)
     spent = StepSeconds(factor * parts.draft, factor * parts.verify)
     for _ in range(steps):

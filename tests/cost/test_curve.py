@@ -32,7 +32,7 @@ def test_context_costs_by_the_token_and_arrays_keep_their_shape():
     assert SMOOTH(np.ones((2, 3), dtype=np.int64), 0).shape == (2, 3)
 
 
-def test_what_does_not_exist_takes_no_time():
+def test_a_forward_that_does_not_exist_takes_no_time():
     assert float(NOTHING(5, 1000)) == 0
 
 
@@ -49,6 +49,6 @@ def test_what_does_not_exist_takes_no_time():
         ((1,), (1.0,), (float("inf"),)),
     ],
 )
-def test_a_curve_that_is_none_is_refused(wrong):
+def test_a_malformed_curve_is_refused(wrong):
     with pytest.raises(ConfigError, match="curve"):
         Curve(*wrong)

@@ -14,7 +14,7 @@ from faser.step import StepPlan, StepSeconds
 from tests.cost.machine import GPU, MS, make_plan, run
 
 
-def test_what_is_not_hidden_is_a_share_of_the_shorter():
+def test_contention_is_a_share_of_the_shorter_of_drafting_and_verification():
     batches = {
         1: (StepSeconds(2.0, 8.0), StepSeconds(3.0, 9.0), 10.0),
         4: (StepSeconds(6.0, 4.0), StepSeconds(7.0, 5.0), 9.0),
@@ -38,7 +38,7 @@ def overlapping(plan: StepPlan, frontier=0, lead=0, waits=False, draft_sms=0) ->
     return replace(plan, overlaps=True, frontier=each + frontier, lead=each + lead, waits=waits, draft_sms=draft_sms)
 
 
-def test_what_overlapping_hides_goes_by_requests_and_by_how_the_device_is_shared():
+def test_hidden_seconds_depend_on_the_requests_and_the_split():
     share = Curve((1, 5), (0.25, 1.25), (0.0, 0.0))
     cost = ProfiledCost(replace(GPU, besides=(replace(GPU.besides[0], draft_sms=16, share=share), GPU.besides[0])))
     assert cost.splits == (16, 0)
@@ -51,7 +51,7 @@ def test_what_overlapping_hides_goes_by_requests_and_by_how_the_device_is_shared
     assert ProfiledCost(replace(GPU, besides=())).splits == ()
 
 
-def test_a_part_of_the_device_makes_each_as_much_slower_as_was_measured():
+def test_on_a_part_of_the_device_each_model_is_slower_by_its_measured_factor():
     one = replace(
         GPU.besides[0],
         share=Curve((1, 4), (0.25, 0.5), (0.0, 0.0)),
@@ -95,7 +95,7 @@ def test_drafts_that_the_verification_waits_for_are_not_hidden():
     assert cost.parts(overlapping(plan, lead=5)).hidden == 0
 
 
-def test_a_step_that_waits_takes_that_much_longer():
+def test_a_step_that_waits_takes_the_await_seconds_longer():
     cost, plan = ProfiledCost(GPU), make_plan([100], 3)
     ahead, waiting = (cost.predict(overlapping(plan, lead=1, waits=each)) for each in (False, True))
     assert waiting - ahead == pytest.approx(0.2 * MS)
@@ -111,7 +111,7 @@ def learn_waiting(cost: ProfiledCost, more: float, steps: int, waits: bool = Tru
 
 
 @pytest.mark.parametrize("more", [0.0, 0.05 * MS, 1.5 * MS])
-def test_what_waiting_takes_is_learned_from_the_steps_that_wait(more):
+def test_await_seconds_are_learned_from_the_steps_that_wait(more):
     cost = ProfiledCost(GPU)
     plan = learn_waiting(cost, more, 300)
     assert cost.await_seconds == pytest.approx(more, abs=0.01 * MS)
@@ -136,7 +136,7 @@ def learn_beside(cost: ProfiledCost, plan: StepPlan, factor: float, steps: int) 
 
 @pytest.mark.parametrize("factor", [0.8, 1.0, 1.5])
 @pytest.mark.parametrize("lead", [0, 2])
-def test_what_both_take_at_once_is_learned_from_the_steps_that_overlap_that_way(factor, lead):
+def test_the_seconds_of_both_at_once_are_learned_for_each_split(factor, lead):
     cost, plan = ProfiledCost(GPU), overlapping(make_plan([100], 5), lead=lead, draft_sms=32)
     learn_beside(cost, plan, factor, 100)
     fresh = ProfiledCost(GPU)
@@ -155,7 +155,7 @@ def test_what_both_take_at_once_is_learned_from_the_steps_that_overlap_that_way(
 
 
 @pytest.mark.parametrize(("slower", "bound"), [(100.0, MAX_CORRECTION), (0.01, 1 / MAX_CORRECTION)])
-def test_what_is_learned_of_both_at_once_is_bounded(slower, bound):
+def test_corrections_of_both_at_once_are_bounded(slower, bound):
     cost, plan = ProfiledCost(GPU), overlapping(make_plan([100], 5), lead=2, draft_sms=32)
     learn_beside(cost, plan, slower, 500)
     fresh = ProfiledCost(GPU)
@@ -164,7 +164,7 @@ def test_what_is_learned_of_both_at_once_is_bounded(slower, bound):
     )
 
 
-def test_nothing_is_learned_of_both_at_once_from_less_than_a_lead_nor_beside_prompts():
+def test_steps_shorter_than_their_lead_and_steps_with_prompts_correct_nothing():
     cost, plan = ProfiledCost(GPU), overlapping(make_plan([100], 5), lead=2, draft_sms=32)
     before, lead = cost.parts(plan), lead_seconds(plan)
     cost.learn(plan, StepSeconds(0.9 * lead, 0.9 * lead, 0.9 * lead), 0.0)
@@ -183,7 +183,7 @@ def test_a_step_with_no_room_for_branches_is_one_without():
     assert costs[1].parts(plan).total > 1.2 * ProfiledCost(GPU).parts(plan).total
 
 
-def test_a_way_that_was_slow_is_tried_again_some_day():
+def test_a_correction_that_no_step_confirms_returns_to_the_profile():
     cost, plan = ProfiledCost(GPU), make_plan([100], 5)
     learn_beside(cost, overlapping(plan, draft_sms=32), 1.8, 100)
     slow = cost.hidden(5 * MS, 6 * MS, 1, 32)
@@ -195,14 +195,14 @@ def test_a_way_that_was_slow_is_tried_again_some_day():
     )
 
 
-def test_one_long_pause_of_a_step_that_overlaps_hardly_counts():
+def test_one_long_pause_of_an_overlapping_step_hardly_counts():
     cost, plan = ProfiledCost(GPU), overlapping(make_plan([100], 5), draft_sms=32)
     before = cost.parts(plan).total
     learn_beside(cost, plan, 1000.0, 1)
     assert before < cost.parts(plan).total < 1.11 * before
 
 
-def test_other_steps_say_nothing_of_waiting():
+def test_steps_that_do_not_wait_do_not_change_the_await_seconds():
     cost, plain = ProfiledCost(GPU), make_plan([100], 3)
     learn_waiting(cost, 1.5 * MS, 20, waits=False)
     run(cost, plain, 1.0, 3 * MS, 20)
@@ -210,13 +210,13 @@ def test_other_steps_say_nothing_of_waiting():
     assert cost.await_seconds == GPU.await_seconds
 
 
-def test_waiting_never_takes_less_than_nothing():
+def test_await_seconds_are_never_negative():
     cost = ProfiledCost(GPU)
     learn_waiting(cost, -GPU.host - 1 * MS, 300)
     assert 0 <= cost.await_seconds < 0.01 * MS
 
 
-def test_a_pause_is_no_wait():
+def test_one_long_pause_hardly_changes_the_await_seconds():
     cost = ProfiledCost(GPU)
     plan = learn_waiting(cost, 1.0, 1)
     assert cost.await_seconds < GPU.await_seconds + cost.parts(plan).total / 8

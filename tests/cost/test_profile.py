@@ -19,7 +19,7 @@ def test_a_saved_profile_comes_back_as_it_was(tmp_path):
     assert [each.name for each in path.parent.iterdir()] == ["p.json"]
 
 
-def test_ways_to_overlap_come_back_as_numbers_of_their_own():
+def test_overlap_profiles_are_saved_and_may_be_missing():
     given = json.loads(json.dumps(GPU.to_dict()))
     assert [each["draft_sms"] for each in given["besides"]] == [0, 32]
     assert given["besides"][1]["share"]["seconds"] == pytest.approx([0.25])
@@ -31,7 +31,7 @@ def test_ways_to_overlap_come_back_as_numbers_of_their_own():
     assert older == replace(GPU, besides=(), await_seconds=0.0)
 
 
-def test_errors_are_told_in_a_line():
+def test_accuracy_is_one_line():
     assert GPU.accuracy == "verify 2.0 % off (worst 5.0 %)"
     assert "not measured" in replace(GPU, errors={}).accuracy
 
@@ -51,6 +51,7 @@ def without(name):
         (json.dumps({**GPU.to_dict(), "verify": [1]}), "TypeError"),
         (json.dumps({**GPU.to_dict(), "errors": [0.1]}), "AttributeError"),
         (json.dumps({**GPU.to_dict(), "host": "long"}), "long"),
+        (json.dumps({**GPU.to_dict(), "kind": "guessed"}), "guessed"),
         (json.dumps({**GPU.to_dict(), "besides": [{"draft_sms": 0}]}), "draft"),
     ],
 )

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from faser.cost.curve import NOTHING
-from faser.cost.profiled_cost import MAX_FACTOR, SPEED_DECAY, ProfiledCost
+from faser.cost.profile import KINDS
+from faser.cost.profiled_cost import MAX_FACTOR, SPEED_DECAY, TRUST, ProfiledCost
 from faser.cost.work import work_of
 from faser.step import StepSeconds
 from tests.cost.machine import GPU, MS, US, make_plan, run
@@ -41,17 +42,17 @@ def test_prompts_make_a_step_cost_by_all_of_its_rows():
     assert ProfiledCost(GPU).parts(plan).verify == pytest.approx(22 * MS + 300 * US)
 
 
-def test_more_rows_than_graphs_have_cost_what_prompts_do():
+def test_more_rows_than_the_largest_graph_cost_what_prompts_do():
     plan = make_plan([10, 10, 10, 10], 15)
     assert ProfiledCost(GPU).parts(plan).verify == pytest.approx(34 * MS + 80 * US)
 
 
-def test_lookup_costs_only_what_is_verified():
+def test_drafts_without_a_model_cost_only_their_verification():
     profile = replace(GPU, first_draft=NOTHING, next_draft=NOTHING, catch_up=NOTHING)
     assert ProfiledCost(profile).parts(make_plan([10], 3, draft_rows=0)) == StepSeconds(0.0, 5 * MS + 10 * US)
 
 
-def test_policies_may_ask_for_many_numbers_at_once():
+def test_rows_may_be_arrays():
     cost = ProfiledCost(GPU)
     assert cost.verify(np.array([1, 5, 40]), 0) == pytest.approx([4 * MS, 8 * MS, 22 * MS])
     assert cost.verify(np.array([1, 5]), 0, prompt_rows=39) == pytest.approx([22 * MS, 24 * MS])
@@ -92,3 +93,51 @@ def test_a_step_whose_parts_were_not_measured_teaches_nothing():
     cost.learn(plan, StepSeconds(), 1.0)
     assert cost.factors == (1.0, 1.0)
     assert cost.host == GPU.host
+
+
+def test_the_mean_error_follows_how_wrong_predictions_are():
+    cost, plan = ProfiledCost(GPU), make_plan([100], 2)
+    assert cost.error == GPU.errors["verify"]
+    run(cost, plan, 1.5, 0.0, 3)
+    wrong = cost.error
+    assert wrong > GPU.errors["verify"]
+    run(cost, plan, 1.5, 0.0, 300)
+    assert cost.error < 0.02, "the speed was learned, and predictions are right again"
+
+
+def test_the_less_of_a_profile_was_measured_the_sooner_steps_correct_it():
+    factors = []
+    for kind in KINDS:
+        cost = ProfiledCost(replace(GPU, kind=kind))
+        run(cost, make_plan([100], 2), 2.0, 0.0, 3)
+        factors.append(cost.factors[0])
+    assert set(TRUST) == set(KINDS)
+    assert 1 < factors[0] == factors[1] < factors[2] < factors[3]
+
+
+def test_row_counts_that_are_slower_than_others_become_dearer_than_others():
+    """One row takes what the profile says, sixteen rows 1.5 times as long."""
+    cost, one, many = ProfiledCost(GPU), make_plan([100], 0), make_plan([100] * 4, 3)
+    before = float(cost.verify(16, 0) / cost.verify(1, 0))
+    for _ in range(400):
+        run(cost, one, 1.0, 0.0, 1)
+        run(cost, many, 1.5, 0.0, 1)
+    assert float(cost.verify(16, 0) / cost.verify(1, 0)) == pytest.approx(1.5 * before, rel=0.15)
+    assert (np.diff(cost.verify(np.arange(1, 64), 0)) >= 0).all(), "more rows never take less time"
+
+
+def test_steps_with_prompts_say_nothing_of_single_row_counts():
+    cost = ProfiledCost(GPU)
+    before = float(cost.verify(16, 0) / cost.verify(1, 0))
+    run(cost, make_plan([100, 40], 0, num_rows=[1, 15]), 1.5, 0.0, 100)
+    assert float(cost.verify(16, 0) / cost.verify(1, 0)) == pytest.approx(before)
+
+
+def test_another_profile_begins_without_the_old_corrections():
+    cost, plan = ProfiledCost(GPU), make_plan([100], 2)
+    run(cost, plan, 2.0, 3 * MS, 300)
+    host, other = cost.host, replace(GPU, verify=replace(GPU.verify, seconds=(6 * MS, 7 * MS, 9 * MS)))
+    cost.adopt(other)
+    assert cost.factors == (1.0, 1.0)
+    assert cost.parts(plan) == ProfiledCost(other).parts(plan)
+    assert cost.host == host, "it was measured by the steps that ran, not by the profile"

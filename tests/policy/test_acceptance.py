@@ -12,7 +12,7 @@ from faser.rules.stopping import accepted_chance
 from tests.policy.profiles import make_outcome, make_view
 
 
-def test_before_anything_is_seen_all_have_the_prior():
+def test_the_first_estimate_is_the_prior():
     assert Acceptance(3).position_rates(make_view(2)) == pytest.approx(PRIOR_RATE)
 
 
@@ -22,10 +22,10 @@ def test_every_position_has_a_rate_of_its_own():
     for step in range(2000):
         acceptance.learn(make_outcome([3], [3 if step % 2 else 0]))
     assert acceptance.rates[:3] == pytest.approx([0.5, 1.0, 1.0], abs=0.03)
-    assert acceptance.rates[3] == pytest.approx(PRIOR_RATE), "nobody drafted a fourth"
+    assert acceptance.rates[3] == pytest.approx(PRIOR_RATE), "no request drafted a fourth token"
 
 
-def test_the_first_refused_token_is_judged_and_those_behind_it_are_not():
+def test_the_first_rejected_token_counts_as_tried_and_those_behind_it_do_not():
     acceptance = Acceptance(3)
     for _ in range(2000):
         acceptance.learn(make_outcome([3], [1]))
@@ -40,7 +40,7 @@ def test_old_steps_count_less_and_less():
     assert acceptance.rates[0] < 0.05
 
 
-def test_a_request_is_told_apart_by_its_own_count_and_by_little_of_it_only_a_little():
+def test_a_request_differs_by_its_own_count_and_only_a_little_after_few_tokens():
     view = make_view(4, accepted=[0, 0, 95, 1], tried=[100, 0, 100, 1])
     low, unknown, high, hardly = Acceptance(2).position_rates(view)
     assert (low < unknown).all()
@@ -83,7 +83,7 @@ def test_calibration_finds_what_confidence_is_worth():
 
 @pytest.mark.parametrize("accepted", [0, 3])
 @pytest.mark.parametrize("sure", [0.0, 0.5, 1.0])
-def test_calibration_stays_within_reason_whatever_it_is_told(accepted, sure):
+def test_calibration_stays_within_its_bounds(accepted, sure):
     calibration = Calibration()
     for _ in range(3000):
         calibration.learn(replace(make_outcome([3], [accepted]), confidence=np.full((1, 3), sure)))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from faser.cost.profiled_cost import ProfiledCost
-from faser.policy.adaptive import CHECK_GAIN, DEPTH, MAX_CHECKED, Adaptive
+from faser.policy.adaptive import CHECK_GAIN, DEPTH, MAX_CHECKED, MAX_RUNNING, Adaptive
 from faser.policy.base import BatchView
 from faser.policy.evidence import UNTRUSTED_LENGTH
 from tests.policy.profiles import H200, SMOOTH, make_outcome, make_view
@@ -33,7 +33,7 @@ def tokens_per_second(view: BatchView, lengths: np.ndarray, survival: np.ndarray
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_lengths_are_the_best_of_all_there_are(size):
+def test_the_lengths_are_the_best_of_all_combinations(size):
     random = np.random.default_rng(size)
     for _ in range(5):
         tried = random.integers(0, 100, size)
@@ -68,7 +68,7 @@ def test_where_nothing_pays_nobody_drafts():
     assert not any(lengths_of(make_view(256, accepted=60, tried=100)))
 
 
-def test_limits_hold():
+def test_no_request_drafts_more_than_its_limit():
     lengths = lengths_of(make_view(4, limit=[0, 1, 3, 32], **GOOD))
     assert lengths[0] == 0
     assert lengths[1] == 1
@@ -98,18 +98,18 @@ def test_a_draft_that_fell_behind_catches_up_if_the_request_goes_on_long_enough(
     assert all(lengths(500, 3000))
     first, second = lengths(3, 3000)
     assert first > 0
-    assert second == 0, "it would not live to see its catch-up pay"
-    assert all(lengths(3, 2)), "nothing to catch up with"
+    assert second == 0, "it ends before its catch-up has paid"
+    assert all(lengths(3, 2)), "it kept up"
 
 
-def test_it_learns_to_leave_it_and_comes_back():
+def test_bad_drafts_end_speculation_and_a_long_pause_gives_it_another_chance():
     policy = Adaptive()
     for _ in range(60):
         policy.learn(make_outcome([3] * 16, [0] * 16))
     assert not any(lengths_of(make_view(16), policy))
     for _ in range(3000):
         policy.learn(make_outcome([0] * 16, [0] * 16))
-    assert any(lengths_of(make_view(16), policy)), "what was bad long ago is worth a try"
+    assert any(lengths_of(make_view(16), policy)), "old rejections must be forgotten"
 
 
 def checked(size: int, stop_seconds: float | None, **counts: int) -> tuple[BatchView, Adaptive]:
@@ -167,11 +167,34 @@ def test_of_checked_drafts_only_the_first_token_counts_for_unchecked_ones():
     ("size", "lag", "remaining", "pays"),
     [(64, 400, 200, True), (64, 400, 6, False), (128, 4000, 200, False), (160, 1000, 2, False)],
 )
-def test_a_batch_that_fell_behind_catches_up_together_if_they_live_to_see_it_pay(size, lag, remaining, pays):
+def test_a_batch_that_fell_behind_catches_up_together_if_that_pays_before_it_ends(size, lag, remaining, pays):
     view = make_view(size, lag=lag, accepted=150, tried=200)
     view = replace(view, remaining=np.full(size, remaining), num_output=np.full(size, 100))
     assert np.array(lengths_of(view)).all() == pays
     assert np.array(lengths_of(view)).any() == pays
+
+
+def with_traffic(prompt_rows: int, steps: int = 3) -> Adaptive:
+    """A policy that has seen a short burst: steps of 10 ms with `prompt_rows` prompt rows."""
+    policy = Adaptive()
+    for _ in range(steps):
+        policy.learn(make_outcome([1] * 16, [1] * 16, seconds=10e-3, prefill_rows=prompt_rows))
+    return policy
+
+
+def test_the_coming_batch_is_as_large_as_recent_prompts_will_make_it():
+    view, cost = make_view(16, **GOOD), ProfiledCost(H200)
+    sizes = [with_traffic(rows)._coming_size(view, cost) for rows in (0, 25, 50, 500)]
+    assert sizes[0] == 16, "no prompts, no growth"
+    assert sizes[0] < sizes[1] < sizes[2] < sizes[3] == MAX_RUNNING
+    assert with_traffic(500)._coming_size(make_view(300, **GOOD), cost) == 300
+
+
+def test_in_a_burst_of_prompts_drafts_that_fell_behind_do_not_catch_up():
+    """The batch is about to grow to a size at which drafts save nothing."""
+    view = make_view(16, lag=400, **GOOD)
+    assert all(lengths_of(view, with_traffic(0)))
+    assert not any(lengths_of(view, with_traffic(500)))
 
 
 def test_costs_that_cannot_be_trusted_get_short_drafts():

@@ -11,12 +11,15 @@ import pytest
 from faser.cost.curve import Curve
 from faser.cost.profile import Profile
 from faser.cost.profiled_cost import ProfiledCost
+from faser.engine.engine import Engine
 from faser.errors import ConfigError
-from faser.policy.early_exit import MIN_TRIED, EarlyExit, make_point
-from faser.rules.early_exit import Exiting, ExitReadings, ExitRule, features_of
+from faser.policy import Fixed
+from faser.policy.early_exit import MIN_TRIED, WINDOW, EarlyExit, ExitScore, make_point
+from faser.rules.early_exit import Exiting, ExitPoint, ExitReadings, ExitRule, features_of
 from faser.runtime.profiling.batches import Batch
 from faser.runtime.profiling.steps import Steps
-from faser.step import StepResult
+from faser.step import StepPlan, StepResult, StepSeconds
+from tests.oracle import World, make_request
 from tests.policy.profiles import H200
 from tests.runtime.profiling.machine import make_subject
 
@@ -75,12 +78,12 @@ def test_a_fitted_point_keeps_what_would_be_accepted_and_finds_what_would_not():
 
 
 @pytest.mark.parametrize("accepted", [np.zeros(300, bool), np.ones(300, bool)])
-def test_a_point_of_one_kind_of_drafts_alone_is_finite_in_its_weights(accepted):
+def test_weights_are_finite_if_all_or_no_drafts_were_accepted(accepted):
     point = make_point(8, features_of(np.arange(300), np.zeros(300), np.full(300, 0.5), np.zeros(300, int)), accepted)
     assert np.isfinite(point.weights).all()
 
 
-def test_nothing_is_tried_where_even_perfect_knowledge_would_not_pay():
+def test_there_are_no_trials_where_even_perfect_knowledge_would_not_pay():
     flat = replace(H200, verify=Curve((512,), (4e-3,), (0.0,), 512), prompts=Curve((512,), (4e-3,), (0.0,)))
     assert EarlyExit("auto", LAYERS, cost_with(1e-5, flat)).rule_for(plan_of(8, 3)) is None
     assert EarlyExit("auto", LAYERS, ProfiledCost(H200)).rule_for(plan_of(32, 3)) is None, (
@@ -113,7 +116,7 @@ def test_auto_goes_from_trials_to_a_rule_if_the_rule_saves_more_than_it_costs():
     assert tried == {(0,)}, "only what costs nothing is tried"
 
 
-def test_what_was_learned_can_be_told_to_another():
+def test_a_calibration_can_be_saved_and_restored():
     plan = plan_of(32, 3)
     accepted = np.arange(32) % 3
     result = trial_of(plan, accepted, lambda owner, place: np.where(place < accepted[owner], 0, 50))
@@ -128,6 +131,69 @@ def test_what_was_learned_can_be_told_to_another():
     for wrong in ({}, {"scores": [{"layer": 16}]}, {"scores": [{**old.to_dict()["scores"][0], "weights": [1.0]}]}):
         with pytest.raises(ConfigError, match="no calibration of an early exit"):
             EarlyExit("on", LAYERS).restore(wrong)
+
+
+def calibration(dropped_share: float, false_share: float) -> dict:
+    """Of all three layers, as if learned from trials."""
+    point = {"weights": [0.0, 1.0, 0.0, 0.0, 0.0], "limit": 1.0, "candidates": 0}
+    shares = {"dropped_share": dropped_share, "false_share": false_share}
+    return {"scores": [{"layer": layer, **point, **shares} for layer in (0, 16, 24)]}
+
+
+@pytest.mark.parametrize(("false_share", "pays"), [(0.0, True), (0.3, False)])
+def test_wrongly_dropped_drafts_count_as_a_loss(false_share, pays):
+    exits = EarlyExit("auto", LAYERS, cost_with(1e-5))
+    exits.restore(calibration(0.5, false_share))
+    assert (exits.rule_for(plan_of(32, 3)) is not None) == pays
+
+
+def test_the_rule_drops_at_the_layer_that_saves_most_and_nothing_that_reaches_no_smaller_size():
+    exits = EarlyExit("auto", LAYERS, cost_with(1e-3))
+    exits.restore(calibration(0.5, 0.0))
+    rule = exits.rule_for(plan_of(32, 3))
+    assert rule is not None
+    assert rule.layers == (0,), "the check before the first layer is free, and saves the whole forward"
+    assert set(H200.verify.rows) <= set(rule.row_sizes)
+
+
+def test_trials_of_long_ago_are_forgotten():
+    plan = plan_of(32, 3)
+    accepted = np.arange(32) % 3
+    known = trial_of(plan, accepted, lambda owner, place: np.where(place < accepted[owner], 0, 50))
+    reverse = trial_of(plan, accepted, lambda owner, place: np.where(place < accepted[owner], 50, 0))
+    changed, new = (ExitScore(16, 0) for _ in range(2))
+    trials = 1 + WINDOW // int((accepted + 1).sum())
+    for result in (known, reverse):
+        for _ in range(trials):
+            changed.learn(result.exits, result.exits.features[0], result)
+    for _ in range(trials):
+        new.learn(reverse.exits, reverse.exits.features[0], reverse)
+    assert changed.point.weights == pytest.approx(new.point.weights)
+
+
+class Taught(ProfiledCost):
+    """Remembers the steps that taught it."""
+
+    def __init__(self, profile: Profile) -> None:
+        super().__init__(profile)
+        self.plans: list[StepPlan] = []
+
+    def learn(self, plan: StepPlan, spent: StepSeconds, seconds: float) -> None:
+        self.plans.append(plan)
+
+
+@pytest.mark.parametrize("is_trial", [False, True])
+def test_a_trial_does_not_teach_the_cost_model(is_trial):
+    """A trial reads every point: no other step takes as long."""
+    cost, world = Taught(H200), World(Fixed(3), agreement=0.5)
+    rule = ExitRule((ExitPoint.by_rank(16, 1),), is_trial=is_trial)
+    engine = Engine(world.scheduler, world.executor, cost=cost, exits=EarlyExit("on", LAYERS, cost, rule))
+    world.add(make_request("a", [1, 2, 3], 20))
+    while engine.has_work:
+        world.receive(engine.step())
+    assert engine.stats.drafted > 0
+    assert cost.plans, "steps without a rule teach it"
+    assert any(plan.lengths.any() for plan in cost.plans) == (not is_trial)
 
 
 def test_one_step_in_many_stays_a_trial():

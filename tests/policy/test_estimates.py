@@ -53,7 +53,7 @@ def test_a_ragged_step_is_priced_as_the_cost_model_prices_its_plan(profile, requ
     ),
     count=st.integers(-2, 80),
 )
-def test_the_likeliest_slots_are_taken_and_a_draft_has_no_holes(requests, count):
+def test_the_likeliest_drafts_are_taken_and_a_draft_has_no_holes(requests, count):
     rates, limit = (np.array(each) for each in zip(*requests, strict=True))
     chances = survival(rates, limit, 5)
     lengths = likeliest(chances, count)

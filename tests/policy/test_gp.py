@@ -21,7 +21,7 @@ def run(policy: FaserGP, view: BatchView, steps: int, factors: dict[int, float],
     return longest
 
 
-def test_before_anything_was_seen_the_predicted_cost_decides():
+def test_before_the_first_observation_the_predicted_cost_decides():
     # by hand, at the band's acceptance of 0.75, tokens per ms: 0.98, 1.35, 1.53, 1.59, 1.44 (20 rows run as 64), …
     assert FaserGP().lengths(make_view(4, num_tokens=0)).tolist() == [3] * 4
 
@@ -51,11 +51,11 @@ def test_where_steps_are_as_predicted_it_settles_near_the_best_length():
     assert np.mean(np.isin(longest[-100:], [2, 3, 4])) > 0.9
 
 
-def test_doubt_makes_it_try_lengths_beside_the_best():
+def test_uncertainty_makes_it_try_lengths_near_the_best():
     assert len(set(run(FaserGP(), make_view(16), 60, {}))) > 1
 
 
-def test_what_costs_more_than_predicted_is_given_up():
+def test_lengths_that_cost_more_than_predicted_are_given_up():
     dear = dict.fromkeys(range(1, 8), 2.5)
     policy, view = FaserGP(), make_view(16)
     assert policy.lengths(view).all()
@@ -63,7 +63,7 @@ def test_what_costs_more_than_predicted_is_given_up():
     assert np.mean(np.array(longest[-100:]) == 0) > 0.9
 
 
-def test_what_costs_less_than_predicted_is_found():
+def test_lengths_that_cost_less_than_predicted_are_found():
     cheap = {2: 0.6}
     longest = run(FaserGP(), make_view(16), 300, cheap)
     assert np.mean(np.array(longest[-100:]) == 2) > 0.9
@@ -77,7 +77,7 @@ def test_a_machine_that_changes_is_followed():
     assert np.mean(np.isin(longest[-100:], [2, 3, 4])) > 0.9
 
 
-def test_what_left_the_window_is_forgotten():
+def test_observations_that_left_the_window_are_forgotten():
     policy, small = FaserGP(), make_view(1)
     fresh = FaserGP().lengths(small)
     run(policy, small, 200, dict.fromkeys(range(1, 8), 4.0))

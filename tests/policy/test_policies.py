@@ -44,7 +44,7 @@ def test_the_names_are_those_of_the_policies():
     "name", ["", "warp", "fixed", "fixed:", "fixed:-1", "fixed:1.5", "fixed:²", f"fixed:{HARD_MAX_LENGTH + 1}", "off:1",
              "goodput:3", "ema:", "FASER", "nightjar "]
 )  # fmt: skip
-def test_another_name_is_refused_with_all_that_there_are(name):
+def test_an_unknown_name_is_refused_with_a_list_of_all_names(name):
     with pytest.raises(ConfigError) as refused:
         make_policy(name)
     said = str(refused.value)
@@ -77,7 +77,7 @@ def test_no_outcome_is_made_for_a_policy_that_does_not_learn(monkeypatch):
     assert serve(OnlyLengths(), 1.0, ahead=False).tokens == serve(Fixed(0), 1.0, ahead=False).tokens
 
 
-def test_a_table_that_is_none_is_refused_with_an_example():
+def test_a_malformed_table_is_refused_with_an_example():
     with pytest.raises(ConfigError, match="table:64=3/128=1"):
         make_policy("table:64")
 

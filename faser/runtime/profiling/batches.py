@@ -62,7 +62,7 @@ class Subject:
         return self.limits.max_model_len if draft is None else min(self.limits.max_model_len, draft)
 
     def contexts(self, num_requests: int) -> list[int]:
-        """Tokens of each of so many requests: a short and a long context, or one where two do not fit."""
+        """Tokens of each request: a short and a long context, or one where there is no room for two."""
         if not num_requests:
             return [1]
         long = max(1, min(self.max_context, self.how.most_context // num_requests))

@@ -19,7 +19,7 @@ NUM_REQUESTS = (1, 4, 16, 64)
 REPEATS = 2
 RUNS = 1 + REPEATS  # with the one to warm up
 
-HasTime = Callable[[Batch, int], bool]  # whether a batch can be run so many times
+HasTime = Callable[[Batch, int], bool]  # (batch, runs) → whether the runs end in time
 
 
 def confidence_check(subject: Subject, steps: Steps, has_time: HasTime) -> float | None:

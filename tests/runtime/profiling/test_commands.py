@@ -67,7 +67,7 @@ def test_the_command_says_plainly_when_predictions_are_off(model, folder, cache,
 @pytest.mark.parametrize(
     ("wrong", "says"), [(["--budget", "0"], "seconds above 0"), (["--out", "/dev/null/x"], "cannot be written")]
 )
-def test_what_cannot_work_is_refused(model, monkeypatch, capsys, wrong, says):
+def test_a_bad_budget_or_file_is_refused(model, monkeypatch, capsys, wrong, says):
     stub(monkeypatch)
     assert main(["profile", *model, *wrong]) == 1
     assert says in capsys.readouterr().err

@@ -17,18 +17,18 @@ from faser.runtime.profiling.fit import Sample, fit_line, make_curve
         ([(100, 0.0), (300, 0.0)], (0.0, 0.0)),
     ],
 )
-def test_a_line_is_never_below_nothing(samples, right):
+def test_a_fitted_line_has_no_negative_part(samples, right):
     assert fit_line([Sample(1, *each) for each in samples]) == pytest.approx(right)
 
 
-def test_rows_seen_with_one_context_borrow_what_context_costs():
+def test_rows_measured_at_one_context_take_the_cost_of_context_from_others():
     found = make_curve([Sample(1, 100, 2.0), Sample(1, 300, 4.0), Sample(8, 100, 5.0), Sample(4, 1000, 13.0)])
     assert (found.rows, found.seconds) == ((1, 4, 8), pytest.approx((1.0, 3.0, 4.0)))
     assert found.per_token == pytest.approx((0.01, 0.01, 0.01))
     assert make_curve([Sample(1, 100, 2.0), Sample(1, 100, 4.0)]) == Curve((1,), (3.0,), (0.0,))
 
 
-def test_a_curve_goes_on_as_assumed_where_nothing_was_measured():
+def test_a_curve_continues_as_assumed_where_nothing_was_measured():
     assumed = Curve((1, 8, 64), (1.0, 2.0, 10.0), (0.1, 0.1, 0.1))
     found = make_curve([Sample(8, 0, 6.0)], prior=assumed)
     assert found.rows == (1, 8, 64)

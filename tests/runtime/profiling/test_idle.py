@@ -33,7 +33,7 @@ def test_idle_moments_complete_the_profile_and_keep_it(pair, cache, monkeypatch)
     assert_equal(serve(engine, requests), right)
 
 
-def test_a_profile_of_idle_moments_is_no_full_one(pair, cache, monkeypatch):
+def test_a_full_profile_replaces_one_of_idle_moments(pair, cache, monkeypatch):
     measured = stub(monkeypatch)
     monkeypatch.setattr("faser.cost.profile.MAX_KEPT_ERROR", 100.0)
     engine = make_engine(*pair, Costly())

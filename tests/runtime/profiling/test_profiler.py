@@ -85,19 +85,19 @@ def test_the_slots_are_given_back_and_progress_reaches_its_end():
 
 
 def plain_parts(subject: Subject, size: int) -> StepSeconds:
-    """Of so many requests that draft three tokens each, by what the profiler ran."""
+    """Seconds of `size` requests that draft three tokens each, for a plan that the profiler ran."""
     alike = [plan for plan in subject.executor.plans if plan.overlaps and plan.slots.size == size]
     plan = replace(alike[0], overlaps=False, frontier=np.zeros(size, dtype=np.int64))
     return subject.executor.cost.parts(plan)
 
 
-def test_drafting_beside_verification_is_measured_in_each_way_the_device_is_shared():
+def test_overlap_is_measured_for_each_split_of_the_device():
     subject = make_subject(kind=Shared, splits=(0, 16, 48))
     found = profile_of(subject)
     assert [each.draft_sms for each in found.besides] == [0, 16, 48]
     for beside in found.besides:
         left, (draft, verify) = LEFT[beside.draft_sms], SLOWER[beside.draft_sms]
-        few = beside.draft_sms == 48  # where it is slower for four than both in turn, and more are not looked at
+        few = beside.draft_sms == 48  # for four requests it is slower than both in turn, so no larger batch is measured
         assert beside.share.rows == ((1, 4) if few else (1, 4, 16))
         assert beside.share.seconds == pytest.approx([left, 1.2 * left, 2 * left][: 2 if few else 3], rel=0.02)
         for size in beside.share.rows:
@@ -113,7 +113,7 @@ def test_drafting_beside_verification_is_measured_in_each_way_the_device_is_shar
     assert ProfiledCost(found).splits == (0, 16, 48)
 
 
-def test_what_is_not_shared_is_not_measured_beside():
+def test_overlap_is_not_measured_where_it_is_not_possible():
     subjects = [
         make_subject(),
         make_subject(splits=(0,), has_draft_model=False),
@@ -126,7 +126,7 @@ def test_what_is_not_shared_is_not_measured_beside():
 
 
 @pytest.mark.parametrize("splits", [(), (0,)])
-def test_what_waiting_takes_is_measured_where_somebody_may_wait(splits):
+def test_await_seconds_are_measured_where_overlap_is_possible(splits):
     found = profile_of(make_subject(kind=Waiting, splits=splits))
     assert found.await_seconds == pytest.approx(Waiting.WAIT if splits else 0.0)
 
@@ -150,7 +150,7 @@ def test_a_small_pool_is_shared():
     assert max(profile_of(subject).errors.values()) < 1e-3
 
 
-def test_without_time_there_is_a_profile_and_few_steps():
+def test_without_time_a_profile_is_made_of_few_steps():
     subject = make_subject()
     found = profile_of(subject, seconds=0)
     assert len(subject.executor.plans) < 15
@@ -162,7 +162,7 @@ def test_without_time_there_is_a_profile_and_few_steps():
     np.testing.assert_allclose(found.verify(np.array([1, 128]), 0), right(np.array([1, 128]), 0), rtol=0.05)
 
 
-def test_a_slow_machine_is_profiled_in_about_the_time_there_is():
+def test_profiling_a_slow_machine_keeps_to_the_time():
     subject = make_subject()
     slow = subject.executor
     slow.slowness = 10.0
@@ -196,7 +196,7 @@ def quick_of(subject: Subject) -> Profile:
 
 @pytest.mark.parametrize("how", [GPU, CPU])
 @pytest.mark.parametrize("slowness", [1.0, 30.0, 300.0])
-def test_a_quick_profile_is_done_at_once_however_slow_the_machine(how, slowness):
+def test_a_quick_profile_takes_two_seconds_or_three_steps(how, slowness):
     limits = LIMITS if how is GPU else Limits(16, 512, 2048, 2048)
     subject = make_subject(how, limits, assumed=replace(machine(how), kind="assumed"))
     subject.executor.slowness = slowness
@@ -212,7 +212,7 @@ def test_a_quick_profile_is_done_at_once_however_slow_the_machine(how, slowness)
     assert float(found.next_draft(1, 64)) == pytest.approx(slowness * float(machine(how).next_draft(1, 64)), rel=0.3)
 
 
-def test_a_budget_is_kept_where_batches_are_too_slow_for_it():
+def test_batches_too_slow_for_the_time_are_left_out():
     subject = make_subject(CPU, Limits(16, 512, 2048, 2048), assumed=replace(machine(CPU), kind="assumed"))
     subject.executor.slowness = 50.0  # one row takes 0.2 s, 64 rows 0.3 s, a draft of three 0.1 s
     before = subject.executor.time.now()

@@ -121,12 +121,12 @@ def test_a_given_profile_is_used_as_it_is(pair, cache, tmp_path, monkeypatch, ca
     assert not cache.exists()
 
 
-def test_a_given_profile_that_is_none_is_refused_before_anything_is_loaded(tmp_path):
+def test_a_given_profile_is_checked_before_anything_is_loaded(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read as a profile"):
         load_pair("no/such/model", None, EngineOptions(profile=str(tmp_path / "nowhere.json")))
 
 
-def test_nothing_is_measured_where_nothing_should_be(pair, cache, monkeypatch):
+def test_with_profiling_none_nothing_is_measured(pair, cache, monkeypatch):
     for name in ("measure", "measure_quick"):
         monkeypatch.setattr(build, name, lambda *_: pytest.fail("measured"))
     engine = make_engine(*pair, Costly(), profiling="none")
