@@ -10,7 +10,7 @@ PLAIN = 0.05  # seconds of a step without drafts
 
 
 class Traffic:
-    """A batch whose drafts make it `gain` times as fast, with noisy steps; it records which steps were allowed to draft."""
+    """A batch that drafts make `gain` times as fast, with noisy steps; records which steps were allowed to draft."""
 
     def __init__(self, gain: float, noise: float = 0.0, size: int = 4) -> None:
         self.gain, self.noise, self.size = gain, noise, size
