@@ -45,10 +45,10 @@ TRUST = {
 
 
 class ProfiledCost:
-    """A profile and the corrections of it. Implements `Cost`."""
+    """A profile and the corrections of it. Where rows may be arrays the answer has their shape."""
 
     def __init__(self, profile: Profile) -> None:
-        self._host = profile.host
+        self.host = profile.host  # seconds of every step outside both models
         self._overlap = OverlapCost()
         self.adopt(profile)
 
@@ -56,11 +56,11 @@ class ProfiledCost:
         """Go on with a newly measured profile of the same models and machine."""
         trust = TRUST[profile.kind]
         self.profile = profile
-        self._error = profile.errors.get("verify", trust.error)
+        self.error = profile.errors.get("verify", trust.error)  # mean error of recent predictions, as a share
         self._target, self._draft = _Speed(trust), _Speed(trust)
         self._overlap.adopt(profile.besides, profile.await_seconds)
         sizes = profile.verify.rows if profile.verify.is_stepped else ()
-        self._row_sizes: IntArray = np.array(sizes, dtype=np.int64)
+        self.row_sizes: IntArray = np.array(sizes, dtype=np.int64)  # of a verification's graphs; none: every row counts
         # more rows than the graphs of decoding have run as steps with prompts do
         beyond = slice(profile.verify.max_rows + 1, None)
         tables = zip(profile.verify.table, profile.prompts.table, strict=True)
@@ -68,27 +68,18 @@ class ProfiledCost:
         self._decoding = _Deviations((seconds, per_token))
 
     @property
-    def row_sizes(self) -> IntArray:
-        return self._row_sizes
-
-    @property
-    def error(self) -> float:
-        return self._error
-
-    @property
-    def host(self) -> float:
-        return self._host
-
-    @property
     def stop_seconds(self) -> float | None:
+        """Of a confidence check between two drafted tokens; None: checks are not possible."""
         return self.profile.stop_seconds
 
     @property
     def splits(self) -> tuple[int, ...]:
+        """Numbers of SMs that drafting may have to itself beside a verification, as profiled; 0: all are shared."""
         return self._overlap.splits
 
     @property
     def await_seconds(self) -> float:
+        """Added to a step that cannot begin before the result of the step before it is known."""
         return self._overlap.await_seconds
 
     @property
@@ -99,6 +90,7 @@ class ProfiledCost:
     # ── predictions ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def verify(self, rows: Rows, context: Context, prompt_rows: int = 0) -> FloatArray:
+        """The target over `rows` rows of decoding requests, with `prompt_rows` beside them."""
         seconds: FloatArray = self._target.factor * self._verify(rows, context, prompt_rows)
         return seconds
 
@@ -108,14 +100,17 @@ class ProfiledCost:
         return 0.0 if check is None else float(self._target.factor * check(drafts, 0.0))
 
     def first_draft(self, requests: Rows, context: Context, rows: int = 0) -> FloatArray:
+        """The draft's first token. `rows`: rows of that forward if any draft fell behind; 0: none did."""
         seconds: FloatArray = self._draft.factor * self._first_draft(requests, context, rows)
         return seconds
 
     def next_draft(self, requests: Rows, context: Context) -> FloatArray:
+        """Each further drafted token."""
         seconds: FloatArray = self._draft.factor * self.profile.next_draft(requests, context)
         return seconds
 
     def hidden(self, draft: float, verify: float, requests: int, draft_sms: int = 0, draft_rows: int = 0) -> float:
+        """Seconds that overlapping saves: draft + verify - both at once. `draft_rows`: with those of branches."""
         return self._overlap.hidden(draft, verify, requests, draft_sms, draft_rows)
 
     def parts(self, plan: StepPlan) -> StepSeconds:
@@ -125,7 +120,7 @@ class ProfiledCost:
 
     def predict(self, plan: StepPlan) -> float:
         """Seconds of the step."""
-        return self.parts(plan).total + self._host + (self.await_seconds if plan.waits else 0.0)
+        return self.parts(plan).total + self.host + (self.await_seconds if plan.waits else 0.0)
 
     def _verify(self, rows: Rows, context: Context, prompt_rows: int) -> FloatArray:
         prompts = self.profile.prompts
@@ -168,15 +163,15 @@ class ProfiledCost:
             if spent.total > 0:
                 self._overlap.learn(plan, spent, *self._corrected(plan))
                 if plan.waits:
-                    self._overlap.learn_wait(seconds - spent.total - self._host)
+                    self._overlap.learn_wait(seconds - spent.total - self.host)
             return
         _, draft, verify = self._profiled(plan)
         expected = self._draft.factor * draft + self._target.factor * verify
         self._learn_error(expected, spent.draft + spent.verify)
         if verify > 0 and spent.verify > 0:
             # a pause of the process says nothing of the host: bounded by the seconds expected of the whole step
-            host = min(max(seconds - spent.draft - spent.verify, 0.0), expected + self._host)
-            self._host += (1 - SPEED_DECAY) * (host - self._host)
+            host = min(max(seconds - spent.draft - spent.verify, 0.0), expected + self.host)
+            self.host += (1 - SPEED_DECAY) * (host - self.host)
             if plan.only_decodes:
                 rows = int(plan.num_rows.sum() + plan.judged.sum())
                 self._decoding.learn(rows, math.log(spent.verify / (self._target.factor * verify)))
@@ -187,7 +182,7 @@ class ProfiledCost:
     def _learn_error(self, predicted: float, measured: float) -> None:
         if predicted > 0 and measured > 0:
             error = min(1.0, abs(math.log(measured / predicted)))
-            self._error = ERROR_DECAY * self._error + (1 - ERROR_DECAY) * error
+            self.error = ERROR_DECAY * self.error + (1 - ERROR_DECAY) * error
 
 
 class _Speed:

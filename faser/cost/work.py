@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from faser.cost.base import MAX_STEADY_LAG
 from faser.step import StepPlan
+
+MAX_STEADY_LAG = 2  # context tokens a draft computes first in steady state: the bonus, and the last draft if accepted
 
 
 class Work(NamedTuple):

@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from faser.arrays import NONE, IntArray
-from faser.cost.base import Cost
+from faser.cost.profiled_cost import ProfiledCost
 from faser.engine.pages import NO_WRITES, PagePool, page_hash
 from faser.engine.prompt_pace import KEPT_UP, Room, StepPace, catch_up_work, fill_size, share, turns
 from faser.errors import EngineError, InvalidRequest, RequestTooLong
@@ -105,7 +105,7 @@ class Scheduler:
         *,
         speculates: bool = False,
         prefix_caching: bool = True,
-        cost: Cost | None = None,
+        cost: ProfiledCost | None = None,
         overlap: Overlap | None = None,
         pace: StepPace | None = None,
     ) -> None:

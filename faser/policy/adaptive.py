@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from faser.arrays import BoolArray, FloatArray, IntArray
-from faser.cost.base import MAX_STEADY_LAG, Cost
+from faser.cost.profiled_cost import ProfiledCost
+from faser.cost.work import MAX_STEADY_LAG
 from faser.limits import ADAPTIVE_MAX_LENGTH
 from faser.policy.acceptance import Acceptance, Calibration
 from faser.policy.base import BatchView, Outcome, Policy
@@ -133,7 +134,7 @@ class Adaptive(Policy):
         self._stopping = self._rule(view, view.cost, view.cost.stop_seconds, price)
         return np.where(chosen.lengths > 0, np.minimum(view.limit, longest), 0)
 
-    def _catch_up_pays(self, view: BatchView, cost: Cost, drafting: BoolArray, late: BoolArray) -> bool:
+    def _catch_up_pays(self, view: BatchView, cost: ProfiledCost, drafting: BoolArray, late: BoolArray) -> bool:
         """Whether the `late` requests save more seconds, together and until they end, than their catch-up takes."""
         number, context = int(np.count_nonzero(drafting)), float(drafting @ view.num_tokens)
         rows = int(drafting @ view.lag)
@@ -141,7 +142,7 @@ class Adaptive(Policy):
         rest = np.minimum(view.remaining, TYPICAL_REST + view.num_output)
         return self._saved_by_token(view, cost) * float(late @ rest) > seconds
 
-    def _saved_by_token(self, view: BatchView, cost: Cost) -> float:
+    def _saved_by_token(self, view: BatchView, cost: ProfiledCost) -> float:
         """Seconds that drafts save per output token, in the batch that recent traffic will lead to."""
         size = self._coming_size(view, cost)
         context = size * _mean(view.num_tokens)
@@ -150,7 +151,7 @@ class Adaptive(Policy):
         tokens = 1 + self._acceptance.rates.cumprod().cumsum()
         return float(verify[0] - ((verify[1:] + drafts) / tokens).min()) / size
 
-    def _coming_size(self, view: BatchView, cost: Cost) -> int:
+    def _coming_size(self, view: BatchView, cost: ProfiledCost) -> int:
         """The batch size, at least the present one, at which output tokens per second meet what traffic asks for.
 
         Prompts take a share of the time, and every prompt asks for an answer. In a burst the batch has yet to grow, and
@@ -176,7 +177,7 @@ class Adaptive(Policy):
         survival[POSITIONS[:depth] >= view.limit[:, None]] = 0.0
         return survival
 
-    def _rule(self, view: BatchView, cost: Cost, stop_seconds: float, price: float) -> Stopping:
+    def _rule(self, view: BatchView, cost: ProfiledCost, stop_seconds: float, price: float) -> Stopping:
         """Another token is drafted for all requests at once: its cost depends on how many they have drafted."""
         size, context = view.num_requests, float(view.num_tokens.sum())
         rows = cost.verify(size * ROWS, context, view.num_prefill_rows)
@@ -195,7 +196,7 @@ class Adaptive(Policy):
 class _Batch:
     """Seconds of the step, by the number of drafted tokens: looked up once per view."""
 
-    def __init__(self, view: BatchView, cost: Cost) -> None:
+    def __init__(self, view: BatchView, cost: ProfiledCost) -> None:
         self.size = view.num_requests
         self.host = cost.host
         self._cost = cost
@@ -321,7 +322,7 @@ def _sum_down(rows: Numbers) -> Numbers:
     return rows
 
 
-def _checks_pay(view: BatchView, cost: Cost, stop_seconds: float) -> bool:
+def _checks_pay(view: BatchView, cost: ProfiledCost, stop_seconds: float) -> bool:
     """Whether a confidence check saves more than its seconds; the requests of a batch share the gain."""
     size = view.num_requests
     return size <= MAX_CHECKED and CHECK_GAIN / size * float(cost.next_draft(size, 0.0)) > stop_seconds

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from faser.arrays import FloatArray, IntArray
-from faser.cost.base import Cost
+from faser.cost.profiled_cost import ProfiledCost
 from faser.limits import ADAPTIVE_MAX_LENGTH, HARD_MAX_LENGTH
 from faser.rules.stopping import Stopping
 
@@ -30,10 +30,10 @@ class BatchView:
     num_output: IntArray  # tokens generated so far
     remaining: IntArray  # tokens it may still generate, if nothing stops it
     num_prefill_rows: int  # prompt rows that share the step
-    cost: Cost | None = None  # given where the policy `needs_cost`
+    cost: ProfiledCost | None = None  # given where the policy `needs_cost`
 
     @classmethod
-    def alike(cls, num_requests: int, num_tokens: int, cost: Cost) -> BatchView:
+    def alike(cls, num_requests: int, num_tokens: int, cost: ProfiledCost) -> BatchView:
         """Requests of one context length in mid-generation, without any acceptance history."""
         none = np.zeros(num_requests, dtype=np.int64)
         return cls(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from faser.arrays import BoolArray, FloatArray, IntArray
-from faser.cost.base import Cost
+from faser.cost.profiled_cost import ProfiledCost
 from faser.policy.base import BatchView
 
 
@@ -37,7 +37,7 @@ def seconds_by_length(view: BatchView, max_length: int) -> FloatArray:
     )
 
 
-def step_seconds(cost: Cost, lengths: IntArray, num_tokens: IntArray, catch_up_rows: int = 0) -> float:
+def step_seconds(cost: ProfiledCost, lengths: IntArray, num_tokens: IntArray, catch_up_rows: int = 0) -> float:
     """Seconds of a step with these lengths. `catch_up_rows`: rows of the first draft forward if any draft is behind."""
     reached = reaches(lengths, max(1, int(lengths.max())))
     drafting, read, context = reached.sum(axis=1), reached @ num_tokens, float(num_tokens.sum())
@@ -45,7 +45,7 @@ def step_seconds(cost: Cost, lengths: IntArray, num_tokens: IntArray, catch_up_r
 
 
 def ragged_seconds(
-    cost: Cost,
+    cost: ProfiledCost,
     num_requests: int,
     context: float,
     drafting: IntArray,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from faser.arrays import FloatArray, IntArray
-from faser.cost.base import MAX_STEADY_LAG, Cost
+from faser.cost.profiled_cost import ProfiledCost
+from faser.cost.work import MAX_STEADY_LAG
 from faser.limits import ADAPTIVE_MAX_LENGTH
 from faser.policy.acceptance import Acceptance
 from faser.policy.base import BatchView, Outcome, Policy
@@ -83,7 +84,7 @@ class _Batch:
     """The requests of a view by band, and the steps that the search compares."""
 
     view: BatchView
-    cost: Cost
+    cost: ProfiledCost
     present: IntArray  # [P] bands that have requests
     drafting: IntArray  # [P, depth] requests that may draft each position
     read: IntArray  # [P, depth] their context
@@ -155,7 +156,7 @@ class FaserGP(Policy):
     def __init__(self) -> None:
         self._acceptance = Acceptance(ADAPTIVE_MAX_LENGTH)
         self._window = _Window()
-        self._cost: Cost | None = None
+        self._cost: ProfiledCost | None = None
         # By slot, of the latest view: an outcome identifies requests by slot.
         self._num_tokens: IntArray = np.zeros(0, dtype=np.int64)
         self._bands: IntArray = np.zeros(0, dtype=np.int64)

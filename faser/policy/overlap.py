@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from faser.arrays import FloatArray, IntArray
-from faser.cost.base import Cost
+from faser.cost.profiled_cost import ProfiledCost
 from faser.limits import ADAPTIVE_MAX_LENGTH
 from faser.policy.acceptance import Acceptance
 from faser.policy.base import BatchView, Outcome
@@ -161,7 +161,7 @@ class Overlap:
         self._adopted[plan.outcomes] += (np.count_nonzero(result.adopted & could), np.count_nonzero(missed))
 
 
-def worthwhile(cost: Cost) -> set[int]:
+def worthwhile(cost: ProfiledCost) -> set[int]:
     """The splits of the device on which `auto` would overlap for a few requests, whose drafts are likely enough."""
     chooser, found = Overlap("auto"), set()
     for size in FEW if cost.splits else ():
@@ -203,7 +203,7 @@ def lead_speed(
 def _overlapped(view: BatchView, rows: int, chunk: int, draft_sms: int, draft_rows: int = 0) -> float:
     """Seconds of a step that verifies so many rows and drafts so many tokens beside, for so many rows at a time."""
     assert view.cost is not None
-    cost: Cost = view.cost
+    cost: ProfiledCost = view.cost
     verify = float(cost.verify(rows, float(view.num_tokens.sum()), view.num_prefill_rows))
     draft = _drafting(view, chunk, draft_rows)
     return draft + verify - cost.hidden(draft, verify, view.num_requests, draft_sms, draft_rows) + cost.host

@@ -198,10 +198,10 @@ def test_in_a_burst_of_prompts_drafts_that_fell_behind_do_not_catch_up():
 
 
 def test_costs_that_cannot_be_trusted_get_short_drafts():
-    class Unsure(ProfiledCost):
-        error = 1.0
+    def longest(error: float) -> int:
+        view = BatchView.alike(1, 100, ProfiledCost(replace(H200, errors={"verify": error})))
+        view = replace(view, accepted=np.array([990]), tried=np.array([1000]))
+        return int(Adaptive().lengths(view).max())
 
-    seen = {"accepted": np.array([990]), "tried": np.array([1000])}
-    sure, unsure = (replace(BatchView.alike(1, 100, kind(H200)), **seen) for kind in (ProfiledCost, Unsure))
-    assert Adaptive().lengths(sure).max() > UNTRUSTED_LENGTH
-    assert 0 < Adaptive().lengths(unsure).max() <= UNTRUSTED_LENGTH
+    assert longest(error=0.05) > UNTRUSTED_LENGTH
+    assert 0 < longest(error=1.0) <= UNTRUSTED_LENGTH

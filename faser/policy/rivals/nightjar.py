@@ -7,7 +7,7 @@ from collections import defaultdict
 import numpy as np
 
 from faser.arrays import FloatArray, IntArray
-from faser.cost.base import MAX_STEADY_LAG
+from faser.cost.work import MAX_STEADY_LAG
 from faser.policy.base import BatchView, Outcome, Policy
 
 LONGEST = 5  # the arms are the lengths 0 … 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from faser.arrays import IntArray
-from faser.cost.base import Cost
+from faser.cost.profiled_cost import ProfiledCost
 from faser.policy.acceptance import Acceptance
 from faser.policy.base import BatchView, Outcome, Policy
 from faser.policy.estimates import likeliest, survival
@@ -40,7 +40,7 @@ class Tetris(Policy):
         return likeliest(survival(self._acceptance.request_rates(view), view.limit, WINDOW), room)
 
 
-def capacity(cost: Cost) -> int:
+def capacity(cost: ProfiledCost) -> int:
     """Rows up to which verification is nearly free."""
     rows = cost.row_sizes if cost.row_sizes.size else ROWS
     seconds = cost.verify(rows, 0.0)
