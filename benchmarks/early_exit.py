@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 
 from benchmarks.h200_policies import Bench, open_bench, parse_args, prepare, status_of
 from benchmarks.h200_trace import write_whole
-from faser.cost.profile import ProfiledCost
+from faser.cost.profiled_cost import ProfiledCost
 from faser.engine.engine import Engine
 from faser.policy import make_policy
 from faser.policy.early_exit import EarlyExit

@@ -307,7 +307,7 @@ def load_faser(args: argparse.Namespace) -> Loaded:
 
     def asks_most(name: str) -> tuple[bool, int]:
         policy = make_policy(name)
-        return getattr(policy, "needs_cost", False), getattr(policy, "max_length", 0)
+        return policy.needs_cost, policy.max_length
 
     options = EngineOptions(
         policy=max(args.policies, key=asks_most),

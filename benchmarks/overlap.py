@@ -44,7 +44,8 @@ from faser.bench.systems import load_vocabulary
 from faser.bench.workload import Load, WorkloadOptions, make_workload
 from faser.build import build_engine
 from faser.config import EngineOptions
-from faser.cost.profile import Beside, ProfiledCost
+from faser.cost.overlap import OverlapProfile
+from faser.cost.profiled_cost import ProfiledCost
 from faser.engine.engine import Engine
 from faser.models.config import ModelConfig
 from faser.models.transformer import Transformer
@@ -261,7 +262,7 @@ def natural_prompts(args: argparse.Namespace) -> list[tuple[int, ...]]:
     return [tuple(item.prompt_token_ids) for item in make_workload(traffic, Load(concurrency=1), vocabulary).items]
 
 
-def told(beside: Beside) -> Iterator[str]:
+def told(beside: OverlapProfile) -> Iterator[str]:
     for i, size in enumerate(beside.share.rows):
         draft, verify, both = (1e3 * each.seconds[i] for each in (beside.draft, beside.verify, beside.together))
         yield f"{size}: {draft:.2f} and {verify:.2f} ms, together {both:.2f}, share {beside.share.seconds[i]:.2f}"

@@ -21,8 +21,9 @@ import numpy as np
 from faser.arrays import IntArray
 from faser.engine.pages import PagePool
 from faser.engine.prompt_pace import GPU, StepPace
-from faser.engine.scheduler import Limits, Scheduler
-from faser.policy import BatchView
+from faser.engine.scheduler import Scheduler
+from faser.limits import Limits
+from faser.policy import BatchView, Policy
 from faser.request import Request, SamplingParams
 from faser.step import StepPlan, StepResult, StepSeconds
 
@@ -30,7 +31,7 @@ STEP = StepSeconds(draft=0.002, verify=0.008)  # what the pace is told
 PROMPT, PAGE_SIZE, MAX_MODEL_LEN = 128, 16, 8192
 
 
-class RaggedLengths:
+class RaggedLengths(Policy):
     name = "ragged"
 
     def __init__(self, most: int) -> None:

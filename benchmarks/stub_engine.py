@@ -17,7 +17,8 @@ from faser.arrays import IntArray
 from faser.config import EngineOptions
 from faser.engine.engine import Engine
 from faser.engine.pages import PagePool
-from faser.engine.scheduler import Limits, Scheduler
+from faser.engine.scheduler import Scheduler
+from faser.limits import Limits
 from faser.models.source import open_target
 from faser.policy import make_policy
 from faser.server.messages import About, Start

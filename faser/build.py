@@ -15,26 +15,30 @@ import numpy as np
 import torch
 
 from faser.config import NGRAM, NO_DRAFT, EngineOptions
-from faser.cost.profile import Profile, ProfiledCost
+from faser.cost.profile import Profile
+from faser.cost.profiled_cost import ProfiledCost
 from faser.engine.engine import Engine, Executor
 from faser.engine.pages import PagePool
 from faser.engine.prompt_pace import StepPace
-from faser.engine.scheduler import Limits, Scheduler
+from faser.engine.scheduler import Scheduler
 from faser.errors import ConfigError, ModelError
+from faser.limits import HARD_MAX_LENGTH, Limits
 from faser.models import weights
 from faser.models.config import ModelConfig
 from faser.models.source import DEFAULT_DRAFT, PatchSource, Source, open_draft, open_target
 from faser.models.transformer import Transformer
-from faser.policy import MAX_LENGTH, Policy
-from faser.policy.early_exit import EarlyExit, candidates_of, layers_at
+from faser.policy import Policy
+from faser.policy.early_exit import EarlyExit
 from faser.policy.overlap import Overlap, worthwhile
 from faser.progress import progress_bar
+from faser.rules.early_exit import candidates_of, layers_at
 from faser.runtime.device import Device, Parts, make_device
 from faser.runtime.kv_cache import fitting_pages, require_room
 from faser.runtime.profiling import saved as saved_profiles
 from faser.runtime.profiling.assumed import assumed_profile
+from faser.runtime.profiling.batches import Subject
 from faser.runtime.profiling.idle import IdleProfiler
-from faser.runtime.profiling.profiler import Subject, measure, measure_quick
+from faser.runtime.profiling.profiler import measure, measure_quick
 from faser.runtime.sampling import Sampler
 from faser.text.grammar import shared_compiler
 from faser.text.tokenizer import Tokenizer
@@ -253,7 +257,7 @@ def _make_executor(
             uses_ngrams=draft == NGRAM,
             limits=limits,
             page_size=options.page_size,
-            max_length=MAX_LENGTH if draft is not None else 0,
+            max_length=HARD_MAX_LENGTH if draft is not None else 0,
             usual_length=_usual_length(policy, draft),
             history=history,
             sampler=Sampler(limits.max_running, target.config.vocab_size, history, compiler),
@@ -267,14 +271,14 @@ def _make_executor(
 
 
 def _usual_length(policy: Policy, draft: Draft) -> int:
-    return getattr(policy, "max_length", 0) if draft is not None else 0
+    return policy.max_length if draft is not None else 0
 
 
 def _exit_layers(
     policy: Policy, draft: Draft, options: EngineOptions, device: Device, num_layers: int
 ) -> tuple[int, ...]:
     """Those that verifications will stop at, as far as that is known before there is a profile."""
-    is_priced = getattr(policy, "needs_cost", False) or options.profile is not None
+    is_priced = policy.needs_cost or options.profile is not None
     if draft is None or options.early_exit == "off" or (options.early_exit == "auto" and not is_priced):
         return ()
     return tuple(layer for layer in layers_at(device.exit_depths, num_layers) if layer)
@@ -286,7 +290,7 @@ def _exit_layers(
 def _profile_of(made: _Made, options: EngineOptions) -> Profile | None:
     """The one given; where the policy needs one, the one kept from an earlier start, or else a new one."""
     given = _given_profile(options)
-    if given is None and not getattr(made.policy, "needs_cost", False):
+    if given is None and not made.policy.needs_cost:
         return None
     about = _about(made)
     if given is not None:

@@ -79,6 +79,8 @@ class EngineOptions:
             policy = DEFAULT_POLICY if has_draft else "off"
         if isinstance(policy, str):
             policy = make_policy(policy)
+        if not isinstance(policy, Policy):
+            raise ConfigError(f"policy {policy!r}: expected a name or an instance of faser.policy.Policy")
         if not has_draft and policy.name != "off":
             raise ConfigError(
                 f'policy {policy.name!r} needs a draft: give draft="…" or draft="{NGRAM}", or policy="off"'

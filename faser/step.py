@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from faser.arrays import BoolArray, FloatArray, IntArray
 from faser.request import SamplingParams, TokenLogprobs
+from faser.rules.early_exit import ExitReadings, ExitRule
 from faser.rules.overlap import OverlapPlan
-
-if TYPE_CHECKING:
-    from faser.policy.early_exit import ExitRule
-    from faser.policy.stopping import Stopping
+from faser.rules.stopping import Stopping
 
 
 @dataclass(frozen=True)
@@ -105,6 +102,11 @@ class StepPlan:
         return self.overlap is not None and self.overlap.beside
 
     @property
+    def waits(self) -> bool:
+        """Whether the step cannot begin before the step before it is settled."""
+        return self.overlap is not None and self.overlap.leads
+
+    @property
     def has_drafts(self) -> bool:
         """Whether there is anything to verify or to draft."""
         return bool(self.lengths.any() or (self.overlap is not None and self.overlap.frontier.any()))
@@ -178,16 +180,6 @@ class StepSeconds:
     @property
     def total(self) -> float:
         return self.draft + self.verify - self.hidden
-
-
-@dataclass(frozen=True)
-class ExitReadings:
-    """What the points of an early exit saw of n drafts, and what they left; see faser/policy/early_exit.py."""
-
-    owner: IntArray  # [n] index in the plan
-    place: IntArray  # [n] within the owner's drafts, from 0
-    features: FloatArray  # [points, n, F]; NaN at points that a draft did not reach
-    kept: IntArray  # [points, B] drafts that each request still has behind the point
 
 
 @dataclass(frozen=True)

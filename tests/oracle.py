@@ -16,11 +16,12 @@ import numpy as np
 from faser.arrays import IntArray
 from faser.engine.pages import PagePool
 from faser.engine.prompt_pace import StepPace
-from faser.engine.scheduler import Limits, Scheduler
+from faser.engine.scheduler import Scheduler
+from faser.limits import Limits
 from faser.policy import BatchView, Policy
 from faser.policy.overlap import Chunks, Overlap
-from faser.policy.stopping import Stopping
 from faser.request import Progress, Request, SamplingParams
+from faser.rules.stopping import Stopping
 from faser.step import PageWrites, Settling, StepPlan, StepResult, StepSeconds
 
 VOCABULARY = 5
@@ -168,7 +169,7 @@ class OracleExecutor:
         pass
 
 
-class RandomLengths:
+class RandomLengths(Policy):
     """A policy that draws each request's length anew every step, 0 included."""
 
     name = "random"

@@ -15,7 +15,7 @@ from faser.build import Draft, build_engine
 from faser.config import EngineOptions
 from faser.engine.engine import Engine
 from faser.models.transformer import Transformer
-from faser.policy import Fixed
+from faser.policy import Fixed, Policy
 from faser.request import FinishReason, Request, SamplingParams, Stats
 from tests.oracle import RandomLengths, RandomStops
 from tests.tiny import CONFIGS, VOCABULARY, make_draft, make_model
@@ -238,7 +238,7 @@ def test_a_draft_of_another_kind_changes_nothing():
     assert_equal(serve(engine, requests), reference(target, requests))
 
 
-class OnOff:
+class OnOff(Policy):
     """All speculate for a few steps, then none, then all again: the draft must catch up."""
 
     name = "on-off"

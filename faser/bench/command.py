@@ -57,7 +57,8 @@ from faser.bench.workload import (
 from faser.cli import arguments
 from faser.config import DEFAULT_POLICY, NO_DRAFT, EngineOptions
 from faser.errors import ConfigError
-from faser.policy import MAX_LENGTH, make_policy
+from faser.limits import HARD_MAX_LENGTH
+from faser.policy import make_policy
 from faser.progress import progress_bar
 
 FAILED = 1  # exit status, as cli.py has it; after a signal it is 128 + its number, as shells have it
@@ -228,8 +229,8 @@ def _expanded(text: str) -> list[str]:
     if found is None:
         return [text]
     first, last = int(found[2]), int(found[3])
-    if not first <= last <= MAX_LENGTH:
-        raise ConfigError(f"--policies {text}: expected a range that rises, to {MAX_LENGTH} at most")
+    if not first <= last <= HARD_MAX_LENGTH:
+        raise ConfigError(f"--policies {text}: expected a range that rises, to {HARD_MAX_LENGTH} at most")
     return [f"{found[1]}{length}" for length in range(first, last + 1)]
 
 
@@ -495,7 +496,7 @@ def _systems(args: argparse.Namespace, asked: Asked) -> tuple[list[System], Voca
 
 
 def _needs_cost(policy: str) -> bool:
-    return bool(getattr(make_policy(policy), "needs_cost", False))
+    return make_policy(policy).needs_cost
 
 
 def _remote(args: argparse.Namespace, url: str) -> Remote:

@@ -65,7 +65,7 @@ def take_policy(engine: Engine, policy: Policy) -> None:
     engine.scheduler.policy = policy
     prepare = getattr(engine.executor, "prepare", None)
     if prepare is not None:
-        prepare(getattr(policy, "max_length", 0))
+        prepare(policy.max_length)
 
 
 def play(

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from faser.cli import arguments
 from faser.config import EngineOptions
-from faser.cost.profile import CURVES, Beside, Curve, Profile
+from faser.cost.curve import Curve
+from faser.cost.overlap import OverlapProfile
+from faser.cost.profile import CURVES, Profile
 from faser.errors import ConfigError
 
 AIM = 0.075  # what predictions of either model may be off by, on average
@@ -71,7 +73,7 @@ def _table(title: str, curve: Curve) -> str:
     return "\n".join([title + steps, *_aligned(cells)])
 
 
-def _beside_table(beside: Beside) -> str:
+def _beside_table(beside: OverlapProfile) -> str:
     """Of drafting and verification at a time, on one split of the device."""
     where = f"on {beside.draft_sms} SMs of its own" if beside.draft_sms else "all shared"
     columns = (beside.draft, beside.verify, beside.together)

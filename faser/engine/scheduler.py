@@ -36,15 +36,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from faser.arrays import IntArray
-from faser.cost.profile import Cost
+from faser.cost.profiled_cost import ProfiledCost
 from faser.engine.pages import NO_WRITES, PagePool, page_hash
 from faser.engine.prompt_pace import KEPT_UP, Room, StepPace, catch_up_work, fill_size, share, turns
 from faser.errors import EngineError, InvalidRequest, RequestTooLong
-from faser.policy import MAX_LENGTH, BatchView, Policy
+from faser.limits import HARD_MAX_LENGTH, Limits
+from faser.policy import BatchView, Policy
 from faser.policy.overlap import Chunks, Overlap
-from faser.policy.stopping import Stopping
 from faser.request import Finish, FinishReason, Progress, Request, Stats, TokenLogprobs
 from faser.rules.overlap import OverlapPlan
+from faser.rules.stopping import Stopping
 from faser.step import Admission, PageWrites, Settling, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -52,22 +53,6 @@ if TYPE_CHECKING:
 
 MOST_CANDIDATES = 128  # waiting requests that compete for a step, oldest first: bounds the work of a plan
 MOST_HASHED = 1024  # their pages that one plan gives names; a longer prompt is named alone
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The sizes a scheduler and its executor agree on."""
-
-    max_running: int  # slots
-    max_batch_tokens: int  # rows of one step
-    max_model_len: int  # tokens of one request, prompt and output
-    draft_max_len: int | None = None  # tokens of a context the draft can see; a longer one is served without drafts
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.max_running <= self.max_batch_tokens:
-            raise EngineError(
-                f"max_running={self.max_running} must be from 1 to max_batch_tokens={self.max_batch_tokens}"
-            )
 
 
 @dataclass(eq=False)
@@ -121,7 +106,7 @@ class Scheduler:
         *,
         speculates: bool = False,
         prefix_caching: bool = True,
-        cost: Cost | None = None,
+        cost: ProfiledCost | None = None,
         overlap: Overlap | None = None,
         pace: StepPace | None = None,
     ) -> None:
@@ -163,7 +148,8 @@ class Scheduler:
         self._max_draft = per_slot()
         self._drafted, self._verified, self._accepted, self._steps = per_slot(), per_slot(), per_slot(), per_slot()
         self._judged = per_slot()
-        self._lengths: IntArray = np.zeros((limits.max_running, MAX_LENGTH + 1), dtype=np.int64)  # steps, by length
+        # steps, by length
+        self._lengths: IntArray = np.zeros((limits.max_running, HARD_MAX_LENGTH + 1), dtype=np.int64)
         self._watched: NDArray[np.bool_] = np.zeros(limits.max_running, dtype=np.bool_)  # has stop strings or logprobs
         self._stop_ids: dict[int, int] = {}  # stop id → running requests that have it
         self._stop_array: IntArray = np.zeros(0, dtype=np.int64)
@@ -260,7 +246,7 @@ class Scheduler:
             self._accepted[slots] += result.num_accepted
             self._judged[slots] += np.minimum(result.num_accepted + 1, result.num_verified)
         self._steps[slots] += samples
-        self._lengths[slots, np.minimum(result.num_drafted, MAX_LENGTH)] += samples
+        self._lengths[slots, np.minimum(result.num_drafted, HARD_MAX_LENGTH)] += samples
         for index, reason in result.failures.items():
             self._fail(int(slots[index]), reason)
         self._publish_prompts(slots)
@@ -604,7 +590,7 @@ class Scheduler:
         self._num_published[slot] = num_computed // self.target_pages.page_size
         self._draft_computed[slot] = self._draft_published[slot] = self._frontier[slot] = 0
         self._max_draft[slot] = (
-            MAX_LENGTH if request.params.max_draft is None else min(request.params.max_draft, MAX_LENGTH)
+            HARD_MAX_LENGTH if request.params.max_draft is None else min(request.params.max_draft, HARD_MAX_LENGTH)
         )
         self._drafted[slot], self._verified[slot] = entry.stats.drafted, entry.stats.verified
         self._accepted[slot], self._steps[slot] = entry.stats.accepted, entry.stats.steps
@@ -648,8 +634,7 @@ class Scheduler:
             catching_up = drafting.catching_up
             lengths[decoding], lead[decoding] = drafting.lengths, drafting.lead
             draft_rows[decoding], chunks = drafting.rows, drafting.chunks
-            # it Stops; isinstance would take 14 µs
-            if hasattr(self.policy, "stopping") and lengths.any() and not (chunks or self._frontier[slots].any()):
+            if lengths.any() and not (chunks or self._frontier[slots].any()):
                 stopping = self.policy.stopping()
         if stopping is not None:
             stopping = stopping.spread(decoding)
@@ -757,13 +742,11 @@ class Scheduler:
             num_tokens=num_tokens,
             lag=lag,
             limit=limit,
-            drafted=self._drafted[slots],
             accepted=self._accepted[slots],
-            judged=self._judged[slots],
+            tried=self._judged[slots],
             num_output=num_tokens - self._num_prompt[slots],
             remaining=remaining,
             num_prefill_rows=num_prefill_rows,
-            num_waiting=self.num_waiting,
             cost=self.cost,
         )
 

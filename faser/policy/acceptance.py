@@ -1,9 +1,9 @@
 """How likely a drafted token is accepted: for each request and each position of a draft.
 
-Knows counts of accepted and judged tokens, no lengths and no costs. Drafts come in runs: a token whose predecessors
-were accepted is itself accepted more often than the first, so every position has a rate of its own, learned from all
-requests and fading. What sets a request apart is one shift of all its positions, on the scale of log-odds, from its own
-count shrunk to that of all.
+Knows counts of accepted and tried tokens; no lengths and no costs. All policies that estimate acceptance do it here.
+A token whose predecessors were accepted is itself accepted more often than the first token of a draft, so every
+position has a rate of its own: over all requests, with decaying weights. A request differs from the others by one shift
+of all its positions on the scale of log-odds, taken from its own counts, which are shrunk to the mean of all requests.
 """
 
 from __future__ import annotations
@@ -12,68 +12,68 @@ import numpy as np
 
 from faser.arrays import FloatArray, IntArray
 from faser.policy.base import BatchView, Outcome
-from faser.policy.stopping import accepted_chance, log_odds
+from faser.rules.stopping import accepted_chance, log_odds
 
-PRIOR_RATE = 0.7  # of a pair of models nobody has seen yet
-PRIOR_WEIGHT = 16.0  # tokens it counts as, at each position
-STRENGTH = 16.0  # judged tokens the rate of all counts as against a request's own
-FADING = 0.998  # weight of what was seen before a step: some hundred steps count
-CALIBRATION_WEIGHT = 4.0  # judged tokens, about, that a calibration nobody has seen counts as
-LEAST_WEIGHTS, MOST_WEIGHTS = (-8.0, 0.0), (8.0, 8.0)  # of a calibration, whatever it is told
-LEAST, MOST = 0.02, 0.99  # no rate is taken to be surer
+PRIOR_RATE = 0.7  # of a pair of models that has not drafted yet
+PRIOR_WEIGHT = 16.0  # tried tokens the prior counts as, at each position
+REQUEST_PRIOR_WEIGHT = 16.0  # tried tokens the mean of all requests counts as against a request's own
+ACCEPTANCE_DECAY = 0.998  # of counts, at every step: half-life 346 steps
+CALIBRATION_WEIGHT = 4.0  # tried tokens that the initial calibration counts as, about
+MIN_CALIBRATION, MAX_CALIBRATION = (-8.0, 0.0), (8.0, 8.0)  # bounds of offset and factor
+MIN_RATE, MAX_RATE = 0.02, 0.99  # bounds of every estimate
 
 
 class Acceptance:
-    """Rates by position, of all requests together, and from them each request's."""
+    """Rates of all requests together, by position, and each request's own."""
 
     def __init__(self, depth: int) -> None:
-        self._judged: FloatArray = np.zeros(depth)
+        self._tried: FloatArray = np.zeros(depth)
         self._accepted: FloatArray = np.zeros(depth)
 
     @property
     def rates(self) -> FloatArray:
-        """[depth] of all requests: the chance of a token whose predecessors in the draft were accepted."""
-        rates: FloatArray = (self._accepted + PRIOR_RATE * PRIOR_WEIGHT) / (self._judged + PRIOR_WEIGHT)
+        """[depth] of all requests: P(accepted | all predecessors in the draft accepted)."""
+        rates: FloatArray = (self._accepted + PRIOR_RATE * PRIOR_WEIGHT) / (self._tried + PRIOR_WEIGHT)
         return rates
 
     @property
     def mean(self) -> float:
-        """Over all positions, as often as each was judged."""
-        weight = PRIOR_WEIGHT * self._judged.size
-        return float((self._accepted.sum() + PRIOR_RATE * weight) / (self._judged.sum() + weight))
+        """Of all requests, over all positions, each weighted by how often it was tried."""
+        weight = PRIOR_WEIGHT * self._tried.size
+        return float((self._accepted.sum() + PRIOR_RATE * weight) / (self._tried.sum() + weight))
 
     def learn(self, outcome: Outcome, depth: int | None = None) -> None:
-        """Of each request the accepted tokens and the first refused one were tried; none counts beyond `depth`."""
-        size = self._judged.size
+        """Count each request's accepted tokens and its first rejected one; only the first `depth` positions."""
+        size = self._tried.size
         accepted, lengths = outcome.accepted, outcome.lengths
         if depth is not None:
             accepted, lengths = np.minimum(accepted, depth), np.minimum(lengths, depth)
-        self._judged *= FADING
-        self._accepted *= FADING
+        self._tried *= ACCEPTANCE_DECAY
+        self._accepted *= ACCEPTANCE_DECAY
         if lengths.any():
-            self._judged += _at_least(np.minimum(accepted + 1, lengths), size)
-            self._accepted += _at_least(accepted, size)
+            self._tried += _count_above(np.minimum(accepted + 1, lengths), size)
+            self._accepted += _count_above(accepted, size)
 
-    def rates_of(self, view: BatchView, depth: int | None = None) -> FloatArray:
-        """[B, depth] likewise, of each request; their product is the chance that its draft is accepted so far.
+    def request_rates(self, view: BatchView) -> FloatArray:
+        """[B] one rate for all positions of a request."""
+        own = (view.accepted + REQUEST_PRIOR_WEIGHT * self.mean) / (view.tried + REQUEST_PRIOR_WEIGHT)
+        return _bounded(own)
 
-        `depth`: of the first positions alone.
-        """
-        mean = self.mean
-        own = (view.accepted + STRENGTH * mean) / (view.judged + STRENGTH)
-        shift = _moderate_odds(own) - _moderate_odds(np.array(mean))
-        rates = 1 / (1 + np.exp(-_moderate_odds(self.rates[:depth]) - shift[:, None]))
-        return _moderate(rates)
+    def position_rates(self, view: BatchView, depth: int | None = None) -> FloatArray:
+        """[B, depth] of each request and position; their cumulative product is the survival of its draft."""
+        shift = log_odds(self.request_rates(view)) - log_odds(_bounded(np.array(self.mean)))
+        rates = 1 / (1 + np.exp(-log_odds(_bounded(self.rates[:depth])) - shift[:, None]))
+        return _bounded(rates)
 
 
 class Calibration:
-    """What a draft's confidence is worth: the log-odds of being accepted are linear in those of its probability.
+    """P(accepted) from the draft's confidence: log-odds of acceptance = offset + factor × log-odds of the confidence.
 
-    Fitted online, a Newton step for each step of the engine, from the tokens that were judged.
+    Fitted online to the tried tokens, one Newton step for each step of the engine.
     """
 
     def __init__(self) -> None:
-        self._weights: FloatArray = np.array([1.0, 1.0])  # drafts are surer than they think
+        self._weights: FloatArray = np.array([1.0, 1.0])  # draft models are underconfident: an offset above 0
         self._gram: FloatArray = CALIBRATION_WEIGHT * np.eye(2)
 
     @property
@@ -86,30 +86,25 @@ class Calibration:
         if outcome.confidence is None:
             return
         position = np.arange(outcome.confidence.shape[1])
-        judged = position < np.minimum(outcome.accepted + 1, outcome.lengths)[:, None]
-        accepted = (position < outcome.accepted[:, None])[judged]
-        given = outcome.confidence[judged]
-        expected = accepted_chance(given, self.weights)
-        features = np.stack([np.ones_like(given), log_odds(given)])
-        seen = (expected * (1 - expected) * features) @ features.T
-        self._gram = FADING * self._gram + seen + (1 - FADING) * CALIBRATION_WEIGHT * np.eye(2)
+        tried = position < np.minimum(outcome.accepted + 1, outcome.lengths)[:, None]
+        accepted = (position < outcome.accepted[:, None])[tried]
+        confidence = outcome.confidence[tried]
+        expected = accepted_chance(confidence, self.weights)
+        features = np.stack([np.ones_like(confidence), log_odds(confidence)])
+        gram = (expected * (1 - expected) * features) @ features.T
+        prior = (1 - ACCEPTANCE_DECAY) * CALIBRATION_WEIGHT * np.eye(2)
+        self._gram = ACCEPTANCE_DECAY * self._gram + gram + prior
         step = np.linalg.solve(self._gram, features @ (accepted - expected))
-        self._weights = np.clip(self._weights + step, LEAST_WEIGHTS, MOST_WEIGHTS)
+        self._weights = np.clip(self._weights + step, MIN_CALIBRATION, MAX_CALIBRATION)
 
 
-def _at_least(counts: IntArray, depth: int) -> FloatArray:
+def _count_above(counts: IntArray, depth: int) -> FloatArray:
     """[depth] how many of the counts are above 0, above 1, …"""
     histogram = np.bincount(np.minimum(counts, depth), minlength=depth + 1)
     reached: FloatArray = histogram[::-1].cumsum()[::-1][1:].astype(np.float64)
     return reached
 
 
-def _moderate(rates: FloatArray) -> FloatArray:
-    moderate: FloatArray = rates.clip(LEAST, MOST)
-    return moderate
-
-
-def _moderate_odds(rates: FloatArray) -> FloatArray:
-    rates = _moderate(rates)
-    odds: FloatArray = np.log(rates / (1 - rates))
-    return odds
+def _bounded(rates: FloatArray) -> FloatArray:
+    bounded: FloatArray = rates.clip(MIN_RATE, MAX_RATE)
+    return bounded

@@ -1,48 +1,53 @@
 """The seam between the scheduler and whatever decides draft lengths.
 
-A policy sees a frozen view of the requests that could speculate this step, and what forwards cost, and answers with one
-length each. It never sees tensors, streams or clocks, so the simulator runs the same policies as the GPU.
+A policy sees a frozen view of the requests that could speculate in this step, and what forwards cost, and answers with
+one length per request. It never sees tensors, streams or clocks, so the simulator runs the same policies as the GPU.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from faser.arrays import FloatArray, IntArray
-from faser.cost.profile import Cost
-from faser.policy.stopping import Stopping
-
-MAX_LENGTH = 32  # no policy drafts more in one step
-MOST_LENGTH = 7  # nor do those that look for a length: with the token before it eight rows, for which there are graphs
+from faser.cost.profiled_cost import ProfiledCost
+from faser.limits import ADAPTIVE_MAX_LENGTH, HARD_MAX_LENGTH
+from faser.rules.stopping import Stopping
 
 
 @dataclass(frozen=True)
 class BatchView:
     """The requests about to decode, in order of arrival. Arrays are [B]."""
 
-    slots: IntArray  # where a request sits for as long as it runs
+    slots: IntArray  # the same for as long as a request runs
     num_tokens: IntArray  # context
     lag: IntArray  # context tokens the draft has yet to compute: 1 or 2 where it kept up, 0 without a draft model
-    limit: IntArray  # the most this request may draft: max_draft, and what it may still emit
-    drafted: IntArray  # tokens drafted for it so far
-    accepted: IntArray  # and accepted
-    judged: IntArray  # accepted, and in every step the first that was refused: what was tried, at even odds
-    num_output: IntArray  # tokens it has put out
-    remaining: IntArray  # and may still put out, if nothing stops it
+    limit: IntArray  # most tokens the request may draft: min(max_draft, what it may still output)
+    accepted: IntArray  # drafted tokens accepted so far
+    tried: IntArray  # accepted + the first rejected of each step: acceptance rate = accepted / tried
+    num_output: IntArray  # tokens generated so far
+    remaining: IntArray  # tokens it may still generate, if nothing stops it
     num_prefill_rows: int  # prompt rows that share the step
-    num_waiting: int
-    cost: Cost | None = None  # there wherever the policy `needs_cost`
+    cost: ProfiledCost | None = None  # given where the policy `needs_cost`
 
     @classmethod
-    def alike(cls, num_requests: int, num_tokens: int, cost: Cost) -> BatchView:
-        """Requests of one size in their midst, of whose drafts nothing is known."""
+    def alike(cls, num_requests: int, num_tokens: int, cost: ProfiledCost) -> BatchView:
+        """Requests of one context length in mid-generation, without any acceptance history."""
         none = np.zeros(num_requests, dtype=np.int64)
-        many = none + MAX_LENGTH + 1
-        return cls(none + np.arange(num_requests), none + num_tokens, none + 1, many - 1, none, none, none, none, many,
-                   0, 0, cost)  # fmt: skip
+        return cls(
+            slots=np.arange(num_requests),
+            num_tokens=none + num_tokens,
+            lag=none + 1,
+            limit=none + HARD_MAX_LENGTH,
+            accepted=none,
+            tried=none,
+            num_output=none,
+            remaining=none + HARD_MAX_LENGTH + 1,
+            num_prefill_rows=0,
+            cost=cost,
+        )
 
     @property
     def num_requests(self) -> int:
@@ -51,45 +56,44 @@ class BatchView:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a step. Arrays are [B], the requests that decoded in it, in its order."""
+    """The result of a step. Arrays are [B]: the requests that decoded in it, in its order."""
 
     slots: IntArray
-    lengths: IntArray  # drafted, in this step or the one before, and judged in this one
+    lengths: IntArray  # drafted tokens that were verified in this step
     accepted: IntArray
     lag: IntArray  # context tokens the draft computed first
     num_prefill_rows: int
     seconds: float
-    confidence: FloatArray | None = None  # [B, depth] the draft's own, of what it drafted, where it was looked at
+    confidence: FloatArray | None = None  # [B, depth] of the drafted tokens, where confidence checks were made
 
 
-class Policy(Protocol):
-    """Chooses a length for every request, every step.
+class Policy(ABC):
+    """Chooses a draft length for every request, every step. Only `name` and `lengths` have no default."""
 
-    A policy that has a `max_length` never gives more; a GPU prepares for it at start-up. One whose `needs_cost` is true
-    is only asked with a view that has a cost.
-    """
+    needs_cost: bool = False  # if True, every view has a cost
 
     @property
-    def name(self) -> str: ...
+    @abstractmethod
+    def name(self) -> str:
+        """As `--policy` spells it."""
 
+    @property
+    def max_length(self) -> int:
+        """The longest draft it asks for; 0: it never drafts. A GPU captures graphs for it at start-up."""
+        return ADAPTIVE_MAX_LENGTH
+
+    @abstractmethod
     def lengths(self, view: BatchView) -> IntArray:
-        """One length per request of the view, at least 0; the scheduler cuts what exceeds `view.limit` or the pools."""
-        ...
+        """[B] lengths of at least 0. The scheduler cuts them to `view.limit` and to the pages that are free."""
 
+    def learn(self, outcome: Outcome) -> None:  # noqa: B027 - a policy need not learn
+        """Told of every step in which a request decoded, in order. The next step may be planned already."""
 
-@runtime_checkable
-class Stops(Protocol):
-    """A policy that may end drafts before the lengths it gave."""
+    @property
+    def learns(self) -> bool:
+        """Whether `learn` does anything: the engine builds no Outcome for a policy that ignores it."""
+        return type(self).learn is not Policy.learn
 
     def stopping(self) -> Stopping | None:
-        """The rule for the lengths given last, by index in their view; None: drafts are as long as they were given."""
-        ...
-
-
-@runtime_checkable
-class Learner(Protocol):
-    """A policy that wants to know what came of its lengths."""
-
-    def learn(self, outcome: Outcome) -> None:
-        """For every step in which somebody decoded, in order. The next lengths may have been given already."""
-        ...
+        """A rule that may end drafts before the lengths given last, by index in their view; None: no rule."""
+        return None

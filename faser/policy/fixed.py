@@ -1,4 +1,4 @@
-"""The two policies that never look: no speculation, and one length for all."""
+"""Policies that ignore the batch: `off` (no speculation) and `fixed:K` (one length for all requests)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from faser.arrays import IntArray
-from faser.policy.base import BatchView
+from faser.policy.base import BatchView, Policy
 
 
 @dataclass(frozen=True)
-class Fixed:
-    """Every request drafts `length` tokens every step. Length 0 is `off`: the draft never runs."""
+class Fixed(Policy):
+    """Every request drafts `length` tokens in every step. Length 0 is `off`: the draft never runs."""
 
     length: int
 

@@ -19,18 +19,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from faser.arrays import FloatArray, IntArray
-from faser.cost.profile import Cost
+from faser.cost.profiled_cost import ProfiledCost
+from faser.limits import ADAPTIVE_MAX_LENGTH
 from faser.policy.acceptance import Acceptance
-from faser.policy.base import MOST_LENGTH, BatchView, Outcome
-from faser.policy.estimates import ragged_seconds, reaches, request_rates
+from faser.policy.base import BatchView, Outcome
+from faser.policy.estimates import ragged_seconds, reaches
 
 MODES = ("auto", "on", "off")
 # How much faster overlapping must be to begin, and to continue. Acceptance rates are estimates, a switch costs drafts,
 # and on an H200 predictions for one request were up to 3 % too good.
 MARGIN_TO_BEGIN, MARGIN_TO_CONTINUE = 0.04, 0.02
 HIGHEST_RATE = 0.99  # an acceptance rate is never taken to be higher
-RIDING_CHUNKS = range(2, MOST_LENGTH + 1)  # of a chunk of one token nothing would be left to verify
-LEADS = range(1, MOST_LENGTH + 1)
+RIDING_CHUNKS = range(2, ADAPTIVE_MAX_LENGTH + 1)  # of a chunk of one token nothing would be left to verify
+LEADS = range(1, ADAPTIVE_MAX_LENGTH + 1)
 LIKELY_RATES = (0.5, 0.7, 0.8, 0.9, 0.95)  # acceptance rates that are tried before any is known
 STEPS_BETWEEN_DECISIONS = 4  # for the same batch: a decision takes the host a millisecond or two
 BATCH_SIZES = (1, 2, 4)  # requests; larger batches never overlap
@@ -81,7 +82,7 @@ class Overlap:
         self._decided_for: tuple[int, ...] = ()  # the batch of the latest decision
         self._best: Way | None = None
         self._num_steps = 0  # since then
-        self._acceptance = Acceptance(MOST_LENGTH)  # of all requests, for what is not known of one
+        self._acceptance = Acceptance(ADAPTIVE_MAX_LENGTH)  # of all requests, for what is not known of one
 
     def chunks(self, view: BatchView, lengths: IntArray) -> Chunks | None:
         """What each request drafts beside the verification of its frontier. None: this step does not overlap."""
@@ -105,7 +106,7 @@ class Overlap:
         self._acceptance.learn(outcome)
 
     def _decide(self, view: BatchView, lengths: IntArray) -> Way | None:
-        rates = np.minimum(request_rates(view, self._acceptance.mean), HIGHEST_RATE)
+        rates = np.minimum(self._acceptance.request_rates(view), HIGHEST_RATE)
         # Without overlap, drafts may also be shorter than the policy's lengths, or as long as a lead.
         plain_lengths = [np.minimum(lengths, most) for most in range(1, int(lengths.max()) + 1)]
         plain_lengths += [np.full_like(lengths, most) for most in LEADS]
@@ -125,7 +126,7 @@ class Overlap:
         return max(ways, key=lambda way: way.speed)
 
 
-def worthwhile(cost: Cost) -> set[int]:
+def worthwhile(cost: ProfiledCost) -> set[int]:
     """The splits of the device on which `auto` would overlap for some batch size and acceptance rate."""
     chooser, found = Overlap("auto"), set()
     for size in BATCH_SIZES if cost.splits else ():

@@ -11,8 +11,8 @@ import torch
 from faser.config import DEVICES
 from faser.engine.engine import Executor
 from faser.engine.prompt_pace import Pacing
-from faser.engine.scheduler import Limits
 from faser.errors import ConfigError
+from faser.limits import Limits
 from faser.models.transformer import Transformer
 from faser.runtime.sampling import Sampler
 

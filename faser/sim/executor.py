@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from faser.arrays import FloatArray, IntArray
-from faser.cost.profile import ProfiledCost
-from faser.engine.scheduler import Limits
-from faser.policy import MAX_LENGTH
-from faser.policy.stopping import Stopping, WatchedPlan
+from faser.cost.profiled_cost import ProfiledCost
+from faser.limits import HARD_MAX_LENGTH, Limits
+from faser.rules.stopping import Stopping, WatchedPlan
 from faser.sim.clock import VirtualTime
 from faser.sim.oracle import Oracle
 from faser.step import Admission, Settling, StepPlan, StepResult, StepSeconds
@@ -73,7 +72,7 @@ class SimExecutor:
         self._refused: IntArray = np.zeros(limits.max_running, dtype=np.int64)  # drafts of the slot's latest step
         self._missed: NDArray[np.bool_] = np.zeros(limits.max_running, dtype=np.bool_)  # what it drafted is void
         self._nothing: IntArray = np.zeros(limits.max_running, dtype=np.int64)
-        self._tokens: IntArray = np.zeros(limits.max_running * (MAX_LENGTH + 1), dtype=np.int64)
+        self._tokens: IntArray = np.zeros(limits.max_running * (HARD_MAX_LENGTH + 1), dtype=np.int64)
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.submit(plan)
@@ -83,7 +82,7 @@ class SimExecutor:
         result = self._result(plan)
         spent = result.seconds
         started = max(self._time.now(), self._free_at)
-        waiting = self._cost.await_seconds if plan.overlap is not None and plan.overlap.leads else 0.0
+        waiting = self._cost.await_seconds if plan.waits else 0.0
         self._free_at = started + spent.total + self._cost.host + waiting
         self._flights.append((self._free_at, result))
 

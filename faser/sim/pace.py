@@ -14,7 +14,7 @@ import numpy as np
 from faser.arrays import FloatArray
 from faser.bench.play import never, play
 from faser.bench.records import Item, Workload
-from faser.cost.profile import ProfiledCost
+from faser.cost.profiled_cost import ProfiledCost
 from faser.errors import ConfigError
 from faser.sim.oracle import Acceptance
 from faser.sim.replica import Machine, make_replica

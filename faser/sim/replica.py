@@ -8,13 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import inf
 
-from faser.cost.profile import Profile, ProfiledCost
+from faser.cost.profile import Profile
+from faser.cost.profiled_cost import ProfiledCost
 from faser.engine.engine import Engine
 from faser.engine.pages import PagePool
 from faser.engine.prompt_pace import GPU, StepPace
-from faser.engine.scheduler import Limits
 from faser.errors import ConfigError, RequestTooLong
-from faser.policy import Policy, make_policy
+from faser.limits import Limits
+from faser.policy import make_policy
 from faser.policy.overlap import Overlap
 from faser.sim.clock import VirtualTime
 from faser.sim.executor import Noise, SimExecutor, Watch, no_noise
@@ -98,7 +99,7 @@ class _IdleCost(_SilentCost):
 def make_replica(machine: Machine, policy: str, oracle: Oracle, seed: int = 0, watch: Watch | None = None) -> Replica:
     """Empty, at second 0, under a policy that has learned nothing yet. `seed` is of the noise alone."""
     chosen, limits, time = make_policy(policy), machine.limits, VirtualTime()
-    goes_by_cost = getattr(chosen, "needs_cost", False)
+    goes_by_cost = chosen.needs_cost
     cost = _SilentCost(machine.profile) if goes_by_cost else _IdleCost(machine.profile)
     executor = SimExecutor(
         limits,
@@ -115,7 +116,7 @@ def make_replica(machine: Machine, policy: str, oracle: Oracle, seed: int = 0, w
         chosen,
         _pool(machine),
         _pool(machine),
-        speculates=_speculates(chosen),
+        speculates=chosen.max_length > 0,
         prefix_caching=False,
         cost=cost if goes_by_cost else None,
         overlap=None if machine.overlap == "off" else Overlap(machine.overlap),
@@ -126,8 +127,3 @@ def make_replica(machine: Machine, policy: str, oracle: Oracle, seed: int = 0, w
 
 def _pool(machine: Machine) -> PagePool:
     return PagePool(machine.num_pages, machine.page_size, machine.max_running, machine.max_model_len, caching=False)
-
-
-def _speculates(policy: Policy) -> bool:
-    """A policy that never drafts need not be asked."""
-    return getattr(policy, "max_length", 1) > 0

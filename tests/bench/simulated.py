@@ -8,7 +8,8 @@ from faser.bench.play import Clock
 from faser.bench.records import Item, Workload
 from faser.engine.engine import Engine
 from faser.engine.pages import PagePool
-from faser.engine.scheduler import Limits, Scheduler
+from faser.engine.scheduler import Scheduler
+from faser.limits import Limits
 from faser.policy import make_policy
 from faser.step import StepPlan, StepResult, StepSeconds
 from tests.oracle import OracleExecutor

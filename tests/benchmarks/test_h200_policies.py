@@ -11,7 +11,7 @@ import pytest
 from benchmarks import h200_policies
 from benchmarks.ablation import LADDER, Ablated
 from faser.bench.document import FIGURES, Document, RunDocument
-from faser.cost.profile import ProfiledCost
+from faser.cost.profiled_cost import ProfiledCost
 from tests.policy.profiles import H200, make_view
 
 
@@ -44,20 +44,20 @@ def test_the_standing_is_against_the_best_of_the_others_and_every_single_length(
 
 
 def test_what_is_taken_out_of_faser_is_out():
-    uneven = make_view(8, accepted=[2] * 4 + [190] * 4, judged=200)
+    uneven = make_view(8, accepted=[2] * 4 + [190] * 4, tried=200)
     wide = Ablated("batch-wide", LADDER["batch-wide"]).lengths(uneven)
     assert np.unique(wide).size == 1
     assert wide[0] > 0
     each = Ablated("+ ragged", LADDER["+ ragged"]).lengths(uneven)
     assert (each[4:] > each[:4]).all()
-    hopeless = make_view(8, accepted=2, judged=200)
+    hopeless = make_view(8, accepted=2, tried=200)
     assert Ablated("+ ragged", LADDER["+ ragged"]).lengths(hopeless).tolist() == [1] * 8, "it may not be off"
     assert not Ablated("+ off", LADDER["+ off"]).lengths(hopeless).any()
 
 
 @pytest.mark.parametrize(("name", "looks"), [("+ ragged", False), ("+ confidence", True)])
 def test_confidence_is_looked_at_only_where_it_is_part_of_it(name, looks):
-    view = make_view(1, accepted=190, judged=200)
+    view = make_view(1, accepted=190, tried=200)
     policy = Ablated(name, LADDER[name])
     policy.lengths(replace(view, cost=ProfiledCost(replace(H200, stop_seconds=0.0))))
     assert (policy.stopping() is not None) == looks

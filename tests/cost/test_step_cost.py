@@ -22,7 +22,7 @@ def test_nothing_is_predicted_before_a_step_was_seen():
     assert StepCost().predict(plan([1], [0])) is None
 
 
-def test_predictions_become_right_on_steps_of_kinds_seen_before():
+def test_predictions_become_right_after_many_steps():
     random, cost, errors = np.random.default_rng(0), StepCost(), []
     for _ in range(300):
         size = int(random.integers(1, 20))

@@ -11,8 +11,9 @@ import torch
 from faser.errors import ConfigError
 from faser.models.transformer import Transformer
 from faser.policy import Fixed
-from faser.policy.early_exit import EarlyExit, ExitPoint, ExitRule
+from faser.policy.early_exit import EarlyExit
 from faser.request import SamplingParams
+from faser.rules.early_exit import ExitPoint, ExitRule
 from tests.oracle import RandomLengths, RandomStops
 from tests.test_exactness import assert_equal, make_engine, make_requests, reference, serve
 from tests.tiny import CONFIGS, make_draft, make_model

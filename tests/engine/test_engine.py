@@ -17,7 +17,7 @@ from faser.arrays import IntArray
 from faser.engine.engine import AsyncExecutor, Engine
 from faser.engine.pages import page_hash
 from faser.engine.prompt_pace import CPU, StepPace
-from faser.policy import BatchView, Fixed
+from faser.policy import BatchView, Fixed, Policy
 from faser.policy.overlap import Overlap
 from faser.request import FinishReason
 from faser.step import Settling, StepPlan
@@ -25,7 +25,7 @@ from tests.ahead import Ahead
 from tests.oracle import SEED, VOCABULARY, RandomLengths, SometimesOverlap, World, expected_output, make_request
 
 
-class Sometimes:
+class Sometimes(Policy):
     """Speculates in some steps only."""
 
     name = "sometimes"

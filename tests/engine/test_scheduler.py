@@ -12,7 +12,7 @@ from faser.engine.engine import Engine
 from faser.engine.prompt_pace import KEPT_UP, Pacing, StepPace, pairs_of
 from faser.engine.scheduler import MOST_CANDIDATES, MOST_HASHED
 from faser.errors import EngineError, InvalidRequest, RequestTooLong
-from faser.policy import Fixed
+from faser.policy import Fixed, Policy
 from faser.request import FinishReason
 from faser.step import StepPlan, StepSeconds
 from tests.ahead import Ahead
@@ -173,7 +173,7 @@ def test_no_end_is_lost_when_a_step_breaks_half_way():
     assert {p.request_id for p in world.scheduler.abandon(FinishReason.FAILED)} == {"ends", "breaks"}
 
 
-class OnOff:
+class OnOff(Policy):
     """Speculates only in every `period`-th step."""
 
     name = "on-off"
@@ -371,7 +371,7 @@ def test_a_request_id_in_use_is_refused():
 
 @pytest.mark.parametrize("lengths", [[1], [1, -1], [[1, 1]], [0.5, 1.0]])
 def test_a_policy_that_answers_nonsense_is_an_error_not_a_wrong_step(lengths):
-    class Nonsense:
+    class Nonsense(Policy):
         name = "nonsense"
 
         def lengths(self, view):

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from faser.cost.profile import Curve, Profile, ProfiledCost
+from faser.cost.curve import Curve
+from faser.cost.profile import Profile
+from faser.cost.profiled_cost import ProfiledCost
 from faser.policy.base import BatchView, Outcome
 
 MS = 1e-3
@@ -35,7 +37,7 @@ def make_view(
     profile: Profile | None = H200,
     limit: object = 32,
     accepted: object = 0,
-    judged: object = 0,
+    tried: object = 0,
     lag: object = 1,
     num_tokens: object = 200,
     prefill_rows: int = 0,
@@ -50,13 +52,11 @@ def make_view(
         num_tokens=each(num_tokens),
         lag=each(lag),
         limit=each(limit),
-        drafted=each(judged),
         accepted=each(accepted),
-        judged=each(judged),
+        tried=each(tried),
         num_output=each(50),
         remaining=each(100),
         num_prefill_rows=prefill_rows,
-        num_waiting=0,
         cost=None if profile is None else ProfiledCost(profile),
     )
 

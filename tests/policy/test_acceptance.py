@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from faser.policy.acceptance import PRIOR_RATE, Acceptance, Calibration
-from faser.policy.stopping import Stopping, accepted_chance
+from faser.rules.stopping import accepted_chance
 from tests.policy.profiles import make_outcome, make_view
 
 
-def test_before_anything_is_seen_all_have_the_prior():
-    assert Acceptance(3).rates_of(make_view(2)) == pytest.approx(PRIOR_RATE)
+def test_the_first_estimate_is_the_prior():
+    assert Acceptance(3).position_rates(make_view(2)) == pytest.approx(PRIOR_RATE)
 
 
 def test_every_position_has_a_rate_of_its_own():
@@ -22,17 +22,17 @@ def test_every_position_has_a_rate_of_its_own():
     for step in range(2000):
         acceptance.learn(make_outcome([3], [3 if step % 2 else 0]))
     assert acceptance.rates[:3] == pytest.approx([0.5, 1.0, 1.0], abs=0.03)
-    assert acceptance.rates[3] == pytest.approx(PRIOR_RATE), "nobody drafted a fourth"
+    assert acceptance.rates[3] == pytest.approx(PRIOR_RATE), "no request drafted a fourth token"
 
 
-def test_the_first_refused_token_is_judged_and_those_behind_it_are_not():
+def test_the_first_rejected_token_counts_as_tried_and_those_behind_it_do_not():
     acceptance = Acceptance(3)
     for _ in range(2000):
         acceptance.learn(make_outcome([3], [1]))
     assert acceptance.rates == pytest.approx([1.0, 0.0, PRIOR_RATE], abs=0.05)
 
 
-def test_old_steps_fade():
+def test_old_steps_count_less_and_less():
     acceptance = Acceptance(1)
     for accepted in (1, 0):
         for _ in range(3000):
@@ -40,14 +40,26 @@ def test_old_steps_fade():
     assert acceptance.rates[0] < 0.05
 
 
-def test_a_request_is_told_apart_by_its_own_count_and_by_little_of_it_only_a_little():
-    view = make_view(4, accepted=[0, 0, 95, 1], judged=[100, 0, 100, 1])
-    low, unknown, high, hardly = Acceptance(2).rates_of(view)
+def test_a_request_differs_by_its_own_count_and_only_a_little_after_few_tokens():
+    view = make_view(4, accepted=[0, 0, 95, 1], tried=[100, 0, 100, 1])
+    low, unknown, high, hardly = Acceptance(2).position_rates(view)
     assert (low < unknown).all()
     assert (unknown < hardly).all()
     assert (hardly < high).all()
     assert unknown == pytest.approx(PRIOR_RATE)
     assert (hardly - unknown < 0.1).all()
+
+
+def test_a_request_has_the_mean_of_all_requests_and_then_more_and_more_its_own_rate():
+    acceptance = Acceptance(2)
+    view = make_view(3, accepted=[0, 8, 800], tried=[0, 8, 800])
+    rates = acceptance.request_rates(view)
+    assert rates[0] == pytest.approx(PRIOR_RATE)
+    assert rates[0] < rates[1] < rates[2] < 1
+    for _ in range(2000):
+        acceptance.learn(make_outcome([1], [0]))
+    assert acceptance.request_rates(view)[0] == pytest.approx(acceptance.mean)
+    assert acceptance.mean < 0.2
 
 
 def test_no_depth_beyond_the_one_given_is_learned():
@@ -71,7 +83,7 @@ def test_calibration_finds_what_confidence_is_worth():
 
 @pytest.mark.parametrize("accepted", [0, 3])
 @pytest.mark.parametrize("sure", [0.0, 0.5, 1.0])
-def test_calibration_stays_within_reason_whatever_it_is_told(accepted, sure):
+def test_calibration_stays_within_its_bounds(accepted, sure):
     calibration = Calibration()
     for _ in range(3000):
         calibration.learn(replace(make_outcome([3], [accepted]), confidence=np.full((1, 3), sure)))
@@ -81,30 +93,7 @@ def test_calibration_stays_within_reason_whatever_it_is_told(accepted, sure):
     assert 0 <= accepted_chance(np.array([0.0, 1.0]), (offset, factor))[0] <= 1
 
 
-def test_calibration_learns_nothing_from_drafts_nobody_looked_at():
+def test_calibration_learns_nothing_from_drafts_without_confidence_checks():
     calibration = Calibration()
     calibration.learn(make_outcome([3], [0]))
     assert calibration.weights == Calibration().weights
-
-
-def test_another_token_is_drafted_if_it_is_worth_its_cost():
-    rule = Stopping(np.full((3, 4), 0.8), np.array([0.0, 1.0, 1.0, 1.0]), 2.0, (0.0, 1.0))
-    both = np.array([0, 2])
-    watch = rule.watch(both)
-    assert watch.goes_on([0.9, 0.9]), "2 × (0.72 + 0.72) > 1"
-    assert not watch.goes_on([0.3, 0.2]), "2 × 0.8 × (0.27 + 0.18) < 1"
-    assert not rule.watch(both[:1]).goes_on([0.6]), "2 × 0.48 < 1"
-
-
-def test_a_watched_draft_that_has_ended_counts_no_more():
-    rule = Stopping(np.full((2, 4), 1.0), np.array([0.0, 1.0, 0.6, 0.6]), 1.0, (0.0, 1.0))
-    watch = rule.watch(np.arange(2))
-    assert watch.goes_on([0.7, 0.7])
-    assert not watch.goes_on([0.7]), "0.49, of the first alone"
-
-
-def test_the_rule_of_some_requests_and_of_them_among_others():
-    rule = Stopping(np.array([[0.1], [0.2]]), np.zeros(1), 1.0, (0.0, 1.0))
-    spread = rule.spread(np.array([False, True, False, True]))
-    assert spread.rates[:, 0].tolist() == [0.0, 0.1, 0.0, 0.2]
-    assert spread.of(np.array([False, True, True, False])).rates[:, 0].tolist() == [0.1, 0.0]

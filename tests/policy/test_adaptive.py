@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from faser.cost.profile import ProfiledCost
-from faser.policy.adaptive import DEPTH, LOOK_GAIN, MOST_LOOKED_AT, Adaptive
+from faser.cost.profiled_cost import ProfiledCost
+from faser.policy.adaptive import CHECK_GAIN, DEPTH, MAX_CHECKED, MAX_RUNNING, Adaptive
 from faser.policy.base import BatchView
 from faser.policy.evidence import UNTRUSTED_LENGTH
 from tests.policy.profiles import H200, SMOOTH, make_outcome, make_view
 
-GOOD, BAD = {"accepted": 190, "judged": 200}, {"accepted": 2, "judged": 200}
+GOOD, BAD = {"accepted": 190, "tried": 200}, {"accepted": 2, "tried": 200}
 
 
 def lengths_of(view: BatchView, policy: Adaptive | None = None) -> list[int]:
@@ -33,13 +33,13 @@ def tokens_per_second(view: BatchView, lengths: np.ndarray, survival: np.ndarray
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_lengths_are_the_best_of_all_there_are(size):
+def test_the_lengths_are_the_best_of_all_combinations(size):
     random = np.random.default_rng(size)
     for _ in range(5):
-        judged = random.integers(0, 100, size)
-        view = make_view(size, limit=4, judged=judged, accepted=(judged * random.uniform(0, 1, size)).astype(int))
+        tried = random.integers(0, 100, size)
+        view = make_view(size, limit=4, tried=tried, accepted=(tried * random.uniform(0, 1, size)).astype(int))
         policy = Adaptive()
-        survival = policy._acceptance.rates_of(view).cumprod(axis=1)
+        survival = policy._acceptance.position_rates(view).cumprod(axis=1)
         every = np.stack(np.meshgrid(*[np.arange(5)] * size, indexing="ij"), axis=-1).reshape(-1, size)
         best = max(tokens_per_second(view, lengths, survival) for lengths in every)
         assert tokens_per_second(view, policy.lengths(view), survival) >= 0.995 * best
@@ -54,9 +54,9 @@ def test_a_busier_batch_never_drafts_more(profile):
 
 
 def test_the_surest_drafts_longest_and_the_hopeless_not_at_all():
-    accepted, judged = [200, 150, 100, 2], [200, 200, 200, 200]
+    accepted, tried = [200, 150, 100, 2], [200, 200, 200, 200]
     for size in (1, 8):
-        view = make_view(4 * size, accepted=accepted * size, judged=judged * size)
+        view = make_view(4 * size, accepted=accepted * size, tried=tried * size)
         lengths = np.array(lengths_of(view)).reshape(size, 4)
         assert (np.diff(lengths, axis=1) <= 0).all()
         assert (lengths[:, 0] > lengths[:, 2]).all()
@@ -65,10 +65,10 @@ def test_the_surest_drafts_longest_and_the_hopeless_not_at_all():
 
 def test_where_nothing_pays_nobody_drafts():
     assert not any(lengths_of(make_view(16, **BAD)))
-    assert not any(lengths_of(make_view(256, accepted=60, judged=100)))
+    assert not any(lengths_of(make_view(256, accepted=60, tried=100)))
 
 
-def test_limits_hold():
+def test_no_request_drafts_more_than_its_limit():
     lengths = lengths_of(make_view(4, limit=[0, 1, 3, 32], **GOOD))
     assert lengths[0] == 0
     assert lengths[1] == 1
@@ -98,28 +98,28 @@ def test_a_draft_that_fell_behind_catches_up_if_the_request_goes_on_long_enough(
     assert all(lengths(500, 3000))
     first, second = lengths(3, 3000)
     assert first > 0
-    assert second == 0, "it would not live to see its catch-up pay"
-    assert all(lengths(3, 2)), "nothing to catch up with"
+    assert second == 0, "it ends before its catch-up has paid"
+    assert all(lengths(3, 2)), "it kept up"
 
 
-def test_it_learns_to_leave_it_and_comes_back():
+def test_bad_drafts_end_speculation_and_a_long_pause_gives_it_another_chance():
     policy = Adaptive()
     for _ in range(60):
         policy.learn(make_outcome([3] * 16, [0] * 16))
     assert not any(lengths_of(make_view(16), policy))
     for _ in range(3000):
         policy.learn(make_outcome([0] * 16, [0] * 16))
-    assert any(lengths_of(make_view(16), policy)), "what was bad long ago is worth a try"
+    assert any(lengths_of(make_view(16), policy)), "old rejections must be forgotten"
 
 
-def looked_at(size: int, stop_seconds: float | None, **counts: int) -> tuple[BatchView, Adaptive]:
+def checked(size: int, stop_seconds: float | None, **counts: int) -> tuple[BatchView, Adaptive]:
     view = make_view(size, **counts)
     profile = replace(H200, stop_seconds=stop_seconds)
     return replace(view, cost=ProfiledCost(profile)), Adaptive()
 
 
-def test_few_drafts_are_looked_at_while_they_are_made():
-    view, policy = looked_at(1, 50e-6, **GOOD)
+def test_drafts_of_a_single_request_get_confidence_checks():
+    view, policy = checked(1, 50e-6, **GOOD)
     assert lengths_of(view, policy) == [DEPTH]
     rule = policy.stopping()
     assert rule is not None
@@ -130,29 +130,29 @@ def test_few_drafts_are_looked_at_while_they_are_made():
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_look_may_take_a_share_of_what_it_can_save(size):
-    """Which is drafting, however long a verification takes: a 32B must not make looks at a 0.6B seem worthwhile."""
-    most = LOOK_GAIN / size * float(ProfiledCost(H200).next_draft(size, 0.0))
-    for stop_seconds, looks in ((0.99 * most, True), (1.01 * most, False)):
-        view, policy = looked_at(size, stop_seconds, **GOOD)
+def test_a_confidence_check_may_take_a_share_of_the_drafting_it_can_save(size):
+    """The seconds of a verification do not matter: a slow target does not make checks of a fast draft worthwhile."""
+    most = CHECK_GAIN / size * float(ProfiledCost(H200).next_draft(size, 0.0))
+    for stop_seconds, pays in ((0.99 * most, True), (1.01 * most, False)):
+        view, policy = checked(size, stop_seconds, **GOOD)
         policy.lengths(view)
-        assert (policy.stopping() is not None) == looks
+        assert (policy.stopping() is not None) == pays
 
 
 @pytest.mark.parametrize(
     ("size", "stop_seconds", "counts"),
-    [(MOST_LOOKED_AT + 1, 0.0, GOOD), (1, None, GOOD), (1, 1.0, GOOD), (1, 0.0, BAD)],
-    ids=["a batch", "it cannot be done", "it is too dear", "nothing to draft"],
+    [(MAX_CHECKED + 1, 0.0, GOOD), (1, None, GOOD), (1, 1.0, GOOD), (1, 0.0, BAD)],
+    ids=["a batch", "checks are not possible", "checks are too dear", "nothing to draft"],
 )
-def test_others_are_as_long_as_they_were_given(size, stop_seconds, counts):
-    view, policy = looked_at(1, 0.0, **GOOD)
+def test_where_checks_do_not_pay_there_is_no_rule_to_stop_by(size, stop_seconds, counts):
+    view, policy = checked(1, 0.0, **GOOD)
     policy.lengths(view)
     assert policy.stopping() is not None
-    policy.lengths(looked_at(size, stop_seconds, **counts)[0])
+    policy.lengths(checked(size, stop_seconds, **counts)[0])
     assert policy.stopping() is None, "the rule of an earlier step must not stay"
 
 
-def test_drafts_that_were_looked_at_say_nothing_of_others_but_by_their_first_token():
+def test_of_checked_drafts_only_the_first_token_counts_for_unchecked_ones():
     policy = Adaptive()
     outcome = make_outcome([4], [4])
     for _ in range(300):
@@ -160,25 +160,48 @@ def test_drafts_that_were_looked_at_say_nothing_of_others_but_by_their_first_tok
     before = policy._acceptance.rates
     assert before[0] > 0.9
     assert before[1:] == pytest.approx(Adaptive()._acceptance.rates[1:])
-    assert policy._looked_at.rates[3] > 0.9
+    assert policy._checked_acceptance.rates[3] > 0.9
 
 
 @pytest.mark.parametrize(
     ("size", "lag", "remaining", "pays"),
     [(64, 400, 200, True), (64, 400, 6, False), (128, 4000, 200, False), (160, 1000, 2, False)],
 )
-def test_a_batch_that_fell_behind_catches_up_together_if_they_live_to_see_it_pay(size, lag, remaining, pays):
-    view = make_view(size, lag=lag, accepted=150, judged=200)
+def test_a_batch_that_fell_behind_catches_up_together_if_that_pays_before_it_ends(size, lag, remaining, pays):
+    view = make_view(size, lag=lag, accepted=150, tried=200)
     view = replace(view, remaining=np.full(size, remaining), num_output=np.full(size, 100))
     assert np.array(lengths_of(view)).all() == pays
     assert np.array(lengths_of(view)).any() == pays
 
 
-def test_costs_that_cannot_be_trusted_get_short_drafts():
-    class Unsure(ProfiledCost):
-        error = 1.0
+def with_traffic(prompt_rows: int, steps: int = 3) -> Adaptive:
+    """A policy that has seen a short burst: steps of 10 ms with `prompt_rows` prompt rows."""
+    policy = Adaptive()
+    for _ in range(steps):
+        policy.learn(make_outcome([1] * 16, [1] * 16, seconds=10e-3, prefill_rows=prompt_rows))
+    return policy
 
-    seen = {"accepted": np.array([990]), "judged": np.array([1000])}
-    sure, unsure = (replace(BatchView.alike(1, 100, kind(H200)), **seen) for kind in (ProfiledCost, Unsure))
-    assert Adaptive().lengths(sure).max() > UNTRUSTED_LENGTH
-    assert 0 < Adaptive().lengths(unsure).max() <= UNTRUSTED_LENGTH
+
+def test_the_coming_batch_is_as_large_as_recent_prompts_will_make_it():
+    view, cost = make_view(16, **GOOD), ProfiledCost(H200)
+    sizes = [with_traffic(rows)._coming_size(view, cost) for rows in (0, 25, 50, 500)]
+    assert sizes[0] == 16, "no prompts, no growth"
+    assert sizes[0] < sizes[1] < sizes[2] < sizes[3] == MAX_RUNNING
+    assert with_traffic(500)._coming_size(make_view(300, **GOOD), cost) == 300
+
+
+def test_in_a_burst_of_prompts_drafts_that_fell_behind_do_not_catch_up():
+    """The batch is about to grow to a size at which drafts save nothing."""
+    view = make_view(16, lag=400, **GOOD)
+    assert all(lengths_of(view, with_traffic(0)))
+    assert not any(lengths_of(view, with_traffic(500)))
+
+
+def test_costs_that_cannot_be_trusted_get_short_drafts():
+    def longest(error: float) -> int:
+        view = BatchView.alike(1, 100, ProfiledCost(replace(H200, errors={"verify": error})))
+        view = replace(view, accepted=np.array([990]), tried=np.array([1000]))
+        return int(Adaptive().lengths(view).max())
+
+    assert longest(error=0.05) > UNTRUSTED_LENGTH
+    assert 0 < longest(error=1.0) <= UNTRUSTED_LENGTH

@@ -1,4 +1,4 @@
-"""Which drafts leave a verification early, and when that is worth it."""
+"""Which exit rule a step gets, and how rules are learned."""
 
 from __future__ import annotations
 
@@ -8,22 +8,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from faser.cost.profile import Curve, Profile, ProfiledCost
+from faser.cost.curve import Curve
+from faser.cost.profile import Profile
+from faser.cost.profiled_cost import ProfiledCost
+from faser.engine.engine import Engine
 from faser.errors import ConfigError
-from faser.policy.early_exit import (
-    LEAST_JUDGED,
-    EarlyExit,
-    Exiting,
-    ExitPoint,
-    ExitRule,
-    features_of,
-    kept_by,
-    make_point,
-)
-from faser.runtime.profiling.profiler import Batch, Steps
-from faser.step import ExitReadings, StepResult
+from faser.policy import Fixed
+from faser.policy.early_exit import MIN_TRIED, WINDOW, EarlyExit, ExitScore, make_point
+from faser.rules.early_exit import Exiting, ExitPoint, ExitReadings, ExitRule, features_of
+from faser.runtime.profiling.batches import Batch
+from faser.runtime.profiling.steps import Steps
+from faser.step import StepPlan, StepResult, StepSeconds
+from tests.oracle import World, make_request
 from tests.policy.profiles import H200
-from tests.runtime.profiling.test_profiler import make_subject
+from tests.runtime.profiling.machine import make_subject
 
 LAYERS = 32
 RANDOM = np.random.default_rng(0)
@@ -50,30 +48,7 @@ def trial_of(plan, accepted, rank) -> StepResult:
     return StepResult(lengths, lengths, accepted, np.zeros(0, dtype=np.int64), exits=readings)
 
 
-def test_drafts_go_from_the_first_on_that_has_k_better_candidates():
-    rank = np.array([0, 3, 0, 5, 0, 0])
-    owner, place = np.array([0, 0, 0, 1, 1, 2]), np.array([0, 1, 2, 0, 1, 0])
-    features = features_of(rank, np.zeros(6), np.full(6, np.nan), place)
-    assert ExitPoint.by_rank(16, 3).drops(features).tolist() == [False, True, False, True, False, False]
-    assert ExitPoint.by_rank(16, 4).drops(features).tolist() == [False, False, False, True, False, False]
-    drops = ExitPoint.by_rank(16, 3).drops(features)
-    assert kept_by(drops, owner, place, np.array([3, 2, 1, 0])).tolist() == [1, 0, 1, 0]
-
-
-def test_what_would_leave_the_forward_as_dear_stays():
-    point = ExitPoint(0, (0.0, 0.0, 0.0, 0.0, 1.0), 0.5)  # drops all but the first
-    none = np.zeros(6)
-    for sizes, left in (((4, 8), [1, 1]), ((6, 8), [1, 1]), ((3, 8), [3, 3]), ((), [1, 1])):  # 8 rows would become 4
-        exiting = Exiting(ExitRule((point,), row_sizes=sizes), np.array([3, 3]), 2)
-        exiting.take(none.astype(int), none, none + 0.5)
-        assert exiting.left.tolist() == left
-    assert ExitRule((point,), row_sizes=(4, 8)).saves(8, 4)
-    assert not ExitRule((point,), row_sizes=(4, 8)).saves(8, 5)
-    assert ExitRule((point,), row_sizes=(4, 8)).saves(10, 9), "beyond the sizes every row counts"
-    assert ExitRule((point,)).saves(8, 7)
-
-
-def test_a_point_that_was_not_looked_at_teaches_nothing():
+def test_a_point_that_was_skipped_teaches_nothing():
     plan = plan_of(32, 3)
     exits = EarlyExit("on", LAYERS, trials=1)
     for _ in range(12):
@@ -103,15 +78,17 @@ def test_a_fitted_point_keeps_what_would_be_accepted_and_finds_what_would_not():
 
 
 @pytest.mark.parametrize("accepted", [np.zeros(300, bool), np.ones(300, bool)])
-def test_a_point_of_one_kind_of_drafts_alone_is_finite_in_its_weights(accepted):
+def test_weights_are_finite_if_all_or_no_drafts_were_accepted(accepted):
     point = make_point(8, features_of(np.arange(300), np.zeros(300), np.full(300, 0.5), np.zeros(300, int)), accepted)
     assert np.isfinite(point.weights).all()
 
 
-def test_nothing_is_tried_where_even_perfect_knowledge_would_not_pay():
+def test_there_are_no_trials_where_even_perfect_knowledge_would_not_pay():
     flat = replace(H200, verify=Curve((512,), (4e-3,), (0.0,), 512), prompts=Curve((512,), (4e-3,), (0.0,)))
     assert EarlyExit("auto", LAYERS, cost_with(1e-5, flat)).rule_for(plan_of(8, 3)) is None
-    assert EarlyExit("auto", LAYERS, ProfiledCost(H200)).rule_for(plan_of(32, 3)) is None, "no price of a look"
+    assert EarlyExit("auto", LAYERS, ProfiledCost(H200)).rule_for(plan_of(32, 3)) is None, (
+        "the profile has no price of a check"
+    )
     assert EarlyExit("on", LAYERS).rule_for(plan_of(8, 0)) is None, "nothing is drafted"
 
 
@@ -133,13 +110,13 @@ def test_auto_goes_from_trials_to_a_rule_if_the_rule_saves_more_than_it_costs():
     rule = rules[-1]
     assert rule is not None
     assert len(rule.points) == 1
-    assert cheap.stats.trials * 64 >= LEAST_JUDGED
+    assert cheap.stats.trials * 64 >= MIN_TRIED
     assert cheap.stats.false_share == 0
     tried = {rule.layers for rule in (dear.rule_for(plan) for _ in range(20)) if rule is not None}
     assert tried == {(0,)}, "only what costs nothing is tried"
 
 
-def test_what_was_learned_can_be_told_to_another():
+def test_a_calibration_can_be_saved_and_restored():
     plan = plan_of(32, 3)
     accepted = np.arange(32) % 3
     result = trial_of(plan, accepted, lambda owner, place: np.where(place < accepted[owner], 0, 50))
@@ -154,6 +131,69 @@ def test_what_was_learned_can_be_told_to_another():
     for wrong in ({}, {"scores": [{"layer": 16}]}, {"scores": [{**old.to_dict()["scores"][0], "weights": [1.0]}]}):
         with pytest.raises(ConfigError, match="no calibration of an early exit"):
             EarlyExit("on", LAYERS).restore(wrong)
+
+
+def calibration(dropped_share: float, false_share: float) -> dict:
+    """Of all three layers, as if learned from trials."""
+    point = {"weights": [0.0, 1.0, 0.0, 0.0, 0.0], "limit": 1.0, "candidates": 0}
+    shares = {"dropped_share": dropped_share, "false_share": false_share}
+    return {"scores": [{"layer": layer, **point, **shares} for layer in (0, 16, 24)]}
+
+
+@pytest.mark.parametrize(("false_share", "pays"), [(0.0, True), (0.3, False)])
+def test_wrongly_dropped_drafts_count_as_a_loss(false_share, pays):
+    exits = EarlyExit("auto", LAYERS, cost_with(1e-5))
+    exits.restore(calibration(0.5, false_share))
+    assert (exits.rule_for(plan_of(32, 3)) is not None) == pays
+
+
+def test_the_rule_drops_at_the_layer_that_saves_most_and_nothing_that_reaches_no_smaller_size():
+    exits = EarlyExit("auto", LAYERS, cost_with(1e-3))
+    exits.restore(calibration(0.5, 0.0))
+    rule = exits.rule_for(plan_of(32, 3))
+    assert rule is not None
+    assert rule.layers == (0,), "the check before the first layer is free, and saves the whole forward"
+    assert set(H200.verify.rows) <= set(rule.row_sizes)
+
+
+def test_trials_of_long_ago_are_forgotten():
+    plan = plan_of(32, 3)
+    accepted = np.arange(32) % 3
+    known = trial_of(plan, accepted, lambda owner, place: np.where(place < accepted[owner], 0, 50))
+    reverse = trial_of(plan, accepted, lambda owner, place: np.where(place < accepted[owner], 50, 0))
+    changed, new = (ExitScore(16, 0) for _ in range(2))
+    trials = 1 + WINDOW // int((accepted + 1).sum())
+    for result in (known, reverse):
+        for _ in range(trials):
+            changed.learn(result.exits, result.exits.features[0], result)
+    for _ in range(trials):
+        new.learn(reverse.exits, reverse.exits.features[0], reverse)
+    assert changed.point.weights == pytest.approx(new.point.weights)
+
+
+class Taught(ProfiledCost):
+    """Remembers the steps that taught it."""
+
+    def __init__(self, profile: Profile) -> None:
+        super().__init__(profile)
+        self.plans: list[StepPlan] = []
+
+    def learn(self, plan: StepPlan, spent: StepSeconds, seconds: float) -> None:
+        self.plans.append(plan)
+
+
+@pytest.mark.parametrize("is_trial", [False, True])
+def test_a_trial_does_not_teach_the_cost_model(is_trial):
+    """A trial reads every point: no other step takes as long."""
+    cost, world = Taught(H200), World(Fixed(3), agreement=0.5)
+    rule = ExitRule((ExitPoint.by_rank(16, 1),), is_trial=is_trial)
+    engine = Engine(world.scheduler, world.executor, cost=cost, exits=EarlyExit("on", LAYERS, cost, rule))
+    world.add(make_request("a", [1, 2, 3], 20))
+    while engine.has_work:
+        world.receive(engine.step())
+    assert engine.stats.drafted > 0
+    assert cost.plans, "steps without a rule teach it"
+    assert any(plan.lengths.any() for plan in cost.plans) == (not is_trial)
 
 
 def test_one_step_in_many_stays_a_trial():

@@ -5,16 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from faser.cost.profile import ProfiledCost
+from faser.cost.profiled_cost import ProfiledCost
 from faser.engine.pages import NO_WRITES
-from faser.policy.estimates import (
-    expected_tokens,
-    likeliest,
-    request_rates,
-    seconds_by_length,
-    step_seconds,
-    survival,
-)
+from faser.policy.estimates import expected_tokens, likeliest, seconds_by_length, step_seconds, survival
 from faser.step import StepPlan
 from tests.policy.profiles import H200, MS, SMOOTH, make_view
 
@@ -53,12 +46,6 @@ def test_a_ragged_step_is_priced_as_the_cost_model_prices_its_plan(profile, requ
     assert step_seconds(cost, lengths, num_tokens, catch_up) == pytest.approx(cost.predict(plan))
 
 
-def test_a_request_nobody_has_seen_a_draft_of_has_the_prior_rate_and_then_more_and_more_its_own():
-    rates = request_rates(make_view(3, accepted=[0, 8, 800], judged=[0, 8, 800]))
-    assert rates[0] == pytest.approx(0.7)
-    assert rates[0] < rates[1] < rates[2] < 1
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     requests=st.lists(
@@ -66,7 +53,7 @@ def test_a_request_nobody_has_seen_a_draft_of_has_the_prior_rate_and_then_more_a
     ),
     count=st.integers(-2, 80),
 )
-def test_the_likeliest_slots_are_taken_and_a_draft_has_no_holes(requests, count):
+def test_the_likeliest_drafts_are_taken_and_a_draft_has_no_holes(requests, count):
     rates, limit = (np.array(each) for each in zip(*requests, strict=True))
     chances = survival(rates, limit, 5)
     lengths = likeliest(chances, count)

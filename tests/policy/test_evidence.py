@@ -1,4 +1,4 @@
-"""What was measured decides where costs cannot."""
+"""Measured speed decides where costs cannot."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ PLAIN = 0.05  # seconds of a step without drafts
 
 
 class Traffic:
-    """A batch whose drafts make it `gain` times as fast, with noisy steps; it notes who was allowed to draft."""
+    """A batch that drafts make `gain` times as fast, with noisy steps; records which steps were allowed to draft."""
 
     def __init__(self, gain: float, noise: float = 0.0, size: int = 4) -> None:
         self.gain, self.noise, self.size = gain, noise, size
@@ -59,18 +59,18 @@ def test_a_gain_beyond_all_error_needs_no_comparison():
     assert all(traffic.drafted)
 
 
-def test_a_result_that_holds_rules_drafting_out_but_for_a_look_now_and_then():
+def test_a_result_that_holds_rules_drafting_out_except_every_recheck_steps():
     traffic = Traffic(0.8)
     traffic.run(60)
-    looks = []
+    rechecks = []
     for _ in range(64):
-        looks.append(not traffic.measured.rules_out(traffic.size))
+        rechecks.append(not traffic.measured.rules_out(traffic.size))
         traffic.run(1)
-    assert sum(looks) == 64 // RECHECK_STEPS
-    assert not traffic.measured.rules_out(64), "of this size nothing is known"
+    assert sum(rechecks) == 64 // RECHECK_STEPS
+    assert not traffic.measured.rules_out(64), "batches of 64 were not compared"
 
 
-def test_a_machine_that_changes_is_noticed():
+def test_a_result_is_revised_when_the_machine_changes():
     traffic = Traffic(0.8)
     traffic.run(100)
     traffic.gain = 1.3
@@ -87,8 +87,8 @@ def test_comparing_costs_less_than_a_hundredth(gain):
     assert wrong * abs(1 - gain) < 0.01 * len(traffic.drafted)
 
 
-def test_a_gain_that_is_trusted_now_and_then_spoils_no_comparison():
-    """Drafts in what was to be a block without them say nothing of plain steps."""
+def test_steps_that_draft_on_a_trusted_gain_do_not_spoil_a_comparison():
+    """A step that drafts in a block without drafts is no sample of that block."""
     traffic = Traffic(1.3)
     for turn in range(600):
         traffic.run(1, expected=1.9 if turn % 3 == 0 else 1.05)
@@ -102,7 +102,7 @@ def test_batches_of_other_sizes_are_compared_on_their_own():
     assert not traffic.measured.rules_out(1)
 
 
-def test_steps_with_prompts_say_nothing():
+def test_steps_with_prompts_do_not_count():
     traffic, beside_prompts = Traffic(1.3), Traffic(1.3)
     for _ in range(200):
         traffic.run(1)

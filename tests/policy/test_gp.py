@@ -21,19 +21,19 @@ def run(policy: FaserGP, view: BatchView, steps: int, factors: dict[int, float],
     return longest
 
 
-def test_before_anything_was_seen_the_predicted_cost_decides():
+def test_before_the_first_observation_the_predicted_cost_decides():
     # by hand, at the band's acceptance of 0.75, tokens per ms: 0.98, 1.35, 1.53, 1.59, 1.44 (20 rows run as 64), …
     assert FaserGP().lengths(make_view(4, num_tokens=0)).tolist() == [3] * 4
 
 
 def test_where_rows_are_dear_a_hopeless_request_is_not_drafted_for():
-    lengths = FaserGP().lengths(make_view(64, accepted=[180, 0] * 32, judged=200))
+    lengths = FaserGP().lengths(make_view(64, accepted=[180, 0] * 32, tried=200))
     assert lengths[0::2].all()
     assert not lengths[1::2].any()
 
 
 def test_a_request_that_is_accepted_more_never_drafts_less():
-    lengths = FaserGP().lengths(make_view(8, accepted=[0, 30, 60, 90, 120, 150, 180, 200], judged=200))
+    lengths = FaserGP().lengths(make_view(8, accepted=[0, 30, 60, 90, 120, 150, 180, 200], tried=200))
     assert lengths.tolist() == sorted(lengths.tolist())
 
 
@@ -51,11 +51,11 @@ def test_where_steps_are_as_predicted_it_settles_near_the_best_length():
     assert np.mean(np.isin(longest[-100:], [2, 3, 4])) > 0.9
 
 
-def test_doubt_makes_it_try_lengths_beside_the_best():
+def test_uncertainty_makes_it_try_lengths_near_the_best():
     assert len(set(run(FaserGP(), make_view(16), 60, {}))) > 1
 
 
-def test_what_costs_more_than_predicted_is_given_up():
+def test_lengths_that_cost_more_than_predicted_are_given_up():
     dear = dict.fromkeys(range(1, 8), 2.5)
     policy, view = FaserGP(), make_view(16)
     assert policy.lengths(view).all()
@@ -63,7 +63,7 @@ def test_what_costs_more_than_predicted_is_given_up():
     assert np.mean(np.array(longest[-100:]) == 0) > 0.9
 
 
-def test_what_costs_less_than_predicted_is_found():
+def test_lengths_that_cost_less_than_predicted_are_found():
     cheap = {2: 0.6}
     longest = run(FaserGP(), make_view(16), 300, cheap)
     assert np.mean(np.array(longest[-100:]) == 2) > 0.9
@@ -77,14 +77,14 @@ def test_a_machine_that_changes_is_followed():
     assert np.mean(np.isin(longest[-100:], [2, 3, 4])) > 0.9
 
 
-def test_what_left_the_window_is_forgotten():
+def test_observations_that_left_the_window_are_forgotten():
     policy, small = FaserGP(), make_view(1)
     fresh = FaserGP().lengths(small)
     run(policy, small, 200, dict.fromkeys(range(1, 8), 4.0))
     assert not policy.lengths(small).any()
     for size in (100, 150, 250):  # far away, and more kinds than the window holds
         for accepted in range(0, 101, 10):
-            policy.lengths(make_view(size, accepted=accepted, judged=100))
+            policy.lengths(make_view(size, accepted=accepted, tried=100))
             for length in range(8):
                 seconds = step_seconds(small.cost, np.full(size, length), np.full(size, 200))
                 policy.learn(make_outcome([length] * size, min(length, 2), seconds=seconds))

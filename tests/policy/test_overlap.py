@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from faser.cost.profile import NOTHING, Beside, Curve
+from faser.cost.curve import NOTHING, Curve
+from faser.cost.overlap import OverlapProfile
 from faser.engine.pages import NO_WRITES
-from faser.policy.base import MOST_LENGTH
-from faser.policy.estimates import request_rates
+from faser.limits import ADAPTIVE_MAX_LENGTH
+from faser.policy.acceptance import Acceptance
 from faser.policy.overlap import (
     BATCH_SIZES,
     LEADS,
@@ -33,11 +34,11 @@ def view_of(size: int, rate: object, share: float | dict[int, float] | None, awa
     judged = np.full(size, 10_000)
     shares = share if isinstance(share, dict) else {} if share is None else {0: share}
     besides = tuple(
-        Beside(split, NOTHING, NOTHING, NOTHING, Curve((1, 64), (left, left), (0.0, 0.0)))
+        OverlapProfile(split, NOTHING, NOTHING, NOTHING, Curve((1, 64), (left, left), (0.0, 0.0)))
         for split, left in shares.items()
     )
     profile = replace(H200, besides=besides, await_seconds=await_seconds)
-    return make_view(size, profile=profile, accepted=(np.array(rate) * judged).astype(int), judged=judged)
+    return make_view(size, profile=profile, accepted=(np.array(rate) * judged).astype(int), tried=judged)
 
 
 def draft_seconds(view, length: int) -> float:
@@ -124,12 +125,16 @@ def test_nobody_overlaps_where_nothing_is_known_nothing_is_drafted_or_nothing_is
     assert Overlap("auto").chunks(view_of(4, 0.95, 0.0), 0 * three) is None
     for rate in (0.3, 0.6, 0.9, 0.99):
         assert Overlap("auto").chunks(view_of(4, rate, 1.0), three) is None
-        assert chosen(view_of(1, rate, 1.0), MOST_LENGTH) is None
+        assert chosen(view_of(1, rate, 1.0), ADAPTIVE_MAX_LENGTH) is None
+
+
+def rates_of(view):
+    return Acceptance(ADAPTIVE_MAX_LENGTH).request_rates(view)
 
 
 def ways_of(view) -> dict[tuple[int, int, int], float]:
     """Tokens per second by chunk, lead and split."""
-    rates, ways = request_rates(view), {}
+    rates, ways = rates_of(view), {}
     for split in view.cost.splits:
         ways |= {(chunk, 0, split): ride_speed(view, rates, chunk, split) for chunk in RIDING_CHUNKS}
         ways |= {(lead + 1, lead, split): lead_speed(view, rates, lead, split) for lead in LEADS}
@@ -138,7 +143,7 @@ def ways_of(view) -> dict[tuple[int, int, int], float]:
 
 def plain_speed_of(view) -> float:
     """At the best length there is."""
-    size, rates = view.num_requests, request_rates(view)
+    size, rates = view.num_requests, rates_of(view)
     return max(plain_speed(view, rates, np.full(size, length)) for length in LEADS)
 
 
@@ -211,10 +216,10 @@ def test_the_device_is_shared_in_the_way_that_leaves_least(shares):
 
 def test_a_split_is_worth_what_it_hides_for_so_many_requests():
     small, large = Curve((1, 4), (0.1, 0.9), (0.0, 0.0)), Curve((1, 4), (0.9, 0.1), (0.0, 0.0))
-    besides = tuple(Beside(sms, NOTHING, NOTHING, NOTHING, share) for sms, share in ((16, small), (48, large)))
+    besides = tuple(OverlapProfile(sms, NOTHING, NOTHING, NOTHING, share) for sms, share in ((16, small), (48, large)))
     profile, judged = replace(H200, besides=besides), 10_000
     for size, split in ((1, 16), (4, 48)):
-        assert chosen(make_view(size, profile=profile, accepted=9_500, judged=judged))[2] == split
+        assert chosen(make_view(size, profile=profile, accepted=9_500, tried=judged))[2] == split
 
 
 def test_on_takes_the_lengths_of_the_policy():
@@ -246,8 +251,8 @@ def overlaps(overlap: Overlap, view, lengths) -> bool:
 
 
 def test_of_a_request_nobody_has_seen_as_much_is_expected_as_of_all():
-    new = replace(view_of(1, 0.5, {0: 0.9, 16: 0.35}), accepted=np.zeros(1, dtype=int), judged=np.zeros(1, dtype=int))
-    seven, overlap = np.full(1, MOST_LENGTH), Overlap("auto")
+    new = replace(view_of(1, 0.5, {0: 0.9, 16: 0.35}), accepted=np.zeros(1, dtype=int), tried=np.zeros(1, dtype=int))
+    seven, overlap = np.full(1, ADAPTIVE_MAX_LENGTH), Overlap("auto")
     assert overlap.chunks(new, seven) is None
     for _ in range(500):
         overlap.learn(make_outcome([7], [7]))

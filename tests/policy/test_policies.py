@@ -9,11 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from faser.cost.profile import Profile, ProfiledCost
+from faser.arrays import IntArray
+from faser.config import EngineOptions
+from faser.cost.profile import Profile
+from faser.cost.profiled_cost import ProfiledCost
 from faser.engine.engine import Engine
 from faser.errors import ConfigError
-from faser.policy import MAX_LENGTH, POLICIES, Fixed, make_policy
-from faser.policy.base import BatchView, Learner, Outcome
+from faser.limits import ADAPTIVE_MAX_LENGTH, HARD_MAX_LENGTH
+from faser.policy import POLICIES, Fixed, Policy, make_policy
+from faser.policy.base import BatchView, Outcome
 from tests.engine.test_engine import Ahead, drain
 from tests.oracle import SEED, World, expected_output, make_request
 from tests.policy.profiles import H200, SMOOTH, make_outcome, make_view
@@ -37,10 +41,10 @@ def test_the_names_are_those_of_the_policies():
 
 
 @pytest.mark.parametrize(
-    "name", ["", "warp", "fixed", "fixed:", "fixed:-1", "fixed:1.5", "fixed:²", f"fixed:{MAX_LENGTH + 1}", "off:1",
+    "name", ["", "warp", "fixed", "fixed:", "fixed:-1", "fixed:1.5", "fixed:²", f"fixed:{HARD_MAX_LENGTH + 1}", "off:1",
              "goodput:3", "ema:", "FASER", "nightjar "]
 )  # fmt: skip
-def test_another_name_is_refused_with_all_that_there_are(name):
+def test_an_unknown_name_is_refused_with_a_list_of_all_names(name):
     with pytest.raises(ConfigError) as refused:
         make_policy(name)
     said = str(refused.value)
@@ -49,7 +53,31 @@ def test_another_name_is_refused_with_all_that_there_are(name):
     assert all(each in said for each in POLICIES)
 
 
-def test_a_table_that_is_none_is_refused_with_an_example():
+def test_an_object_that_is_no_policy_is_refused():
+    with pytest.raises(ConfigError, match=r"faser\.policy\.Policy"):
+        EngineOptions(policy=object()).make_policy(has_draft=True)
+
+
+class OnlyLengths(Policy):
+    name = "only lengths"
+
+    def lengths(self, view: BatchView) -> IntArray:
+        return np.ones(view.num_requests, dtype=np.int64)
+
+
+def test_a_policy_needs_a_name_and_lengths_and_has_defaults_for_the_rest():
+    policy = OnlyLengths()
+    policy.learn(make_outcome([1], [1]))
+    assert (policy.max_length, policy.needs_cost, policy.learns) == (ADAPTIVE_MAX_LENGTH, False, False)
+    assert policy.stopping() is None
+
+
+def test_no_outcome_is_made_for_a_policy_that_does_not_learn(monkeypatch):
+    monkeypatch.setattr("faser.engine.engine.Outcome", lambda **_: pytest.fail("made for nobody"))
+    assert serve(OnlyLengths(), 1.0, ahead=False).tokens == serve(Fixed(0), 1.0, ahead=False).tokens
+
+
+def test_a_malformed_table_is_refused_with_an_example():
     with pytest.raises(ConfigError, match="table:64=3/128=1"):
         make_policy("table:64")
 
@@ -64,13 +92,13 @@ def histories(draw):
 
 
 def random_view(random: np.random.Generator, size: int, profile: Profile) -> BatchView:
-    judged = random.integers(0, 200, size)
+    tried = random.integers(0, 200, size)
     return make_view(
         size,
         profile=profile,
         limit=0 if random.random() < 0.2 else random.choice([0, 1, 2, 5, 32], size).tolist(),
-        accepted=(judged * random.random(size)).astype(np.int64).tolist(),
-        judged=judged.tolist(),
+        accepted=(tried * random.random(size)).astype(np.int64).tolist(),
+        tried=tried.tolist(),
         lag=random.choice([0, 1, 2, 300], size).tolist(),
         num_tokens=random.integers(1, 3000, size).tolist(),
         prefill_rows=int(random.choice([0, 0, 700])),
@@ -88,8 +116,8 @@ def test_lengths_are_whole_numbers_from_0_to_the_longest_announced(name, history
         assert lengths.shape == view.slots.shape
         assert np.issubdtype(lengths.dtype, np.integer)
         assert lengths.min() >= 0
-        assert lengths.max() <= policy.max_length <= MAX_LENGTH
-        if isinstance(policy, Learner):
+        assert lengths.max() <= policy.max_length <= HARD_MAX_LENGTH
+        if policy.learns:
             drafted = np.minimum(lengths, view.limit)
             accepted = np.minimum(drafted, random.geometric(0.4, drafted.size) - 1)
             seconds = float(random.choice([0.0, 1e-6, 5e-3, 10.0]))
@@ -97,14 +125,14 @@ def test_lengths_are_whole_numbers_from_0_to_the_longest_announced(name, history
             policy.learn(Outcome(view.slots, drafted, accepted, lag, view.num_prefill_rows, seconds))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if hasattr(make_policy(name), "learn")])
-def test_a_learner_survives_steps_that_teach_nothing(name):
+@pytest.mark.parametrize("name", [name for name in NAMES if make_policy(name).learns])
+def test_a_policy_that_learns_survives_steps_that_teach_nothing(name):
     policy = make_policy(name)
     odd = [
         make_outcome([], 0),  # nobody
         make_outcome([0, 0], 0, lag=0),  # nobody drafted
         make_outcome([0], 0, seconds=0.0),  # in no time
-        make_outcome([MAX_LENGTH] * 3, MAX_LENGTH),  # more than it ever gives
+        make_outcome([HARD_MAX_LENGTH] * 3, HARD_MAX_LENGTH),  # more than it ever gives
         make_outcome([2] * 400, 2),  # requests it was never asked about
         make_outcome([0] * 3, 0, lag=900, prefill_rows=3000),
     ]
@@ -117,7 +145,7 @@ def test_a_learner_survives_steps_that_teach_nothing(name):
 def test_a_fresh_policy_knows_nothing_of_another(name):
     taught, view = make_policy(name), make_view(16)
     before = make_policy(name).lengths(view).tolist()
-    if isinstance(taught, Learner):
+    if taught.learns:
         for _ in range(200):
             lengths = taught.lengths(view)
             taught.learn(make_outcome(lengths.tolist(), 0, seconds=1.0))

@@ -15,7 +15,8 @@ import numpy as np
 from faser.config import EngineOptions
 from faser.engine.engine import Engine
 from faser.engine.pages import PagePool
-from faser.engine.scheduler import Limits, Scheduler
+from faser.engine.scheduler import Scheduler
+from faser.limits import Limits
 from faser.policy import Fixed
 from faser.server.messages import About, Start
 from faser.server.worker import Served

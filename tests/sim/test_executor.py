@@ -8,14 +8,17 @@ import pytest
 from faser.bench.play import play
 from faser.bench.prompts import Blank
 from faser.bench.records import Item, Workload
-from faser.cost.profile import NOTHING, Beside, Curve, Profile, ProfiledCost
+from faser.cost.curve import NOTHING, Curve
+from faser.cost.overlap import OverlapProfile
+from faser.cost.profile import Profile
+from faser.cost.profiled_cost import ProfiledCost
 from faser.engine.engine import AsyncExecutor, Engine
 from faser.engine.pages import PagePool
 from faser.engine.scheduler import Scheduler
-from faser.policy import BatchView, make_policy
+from faser.policy import BatchView, Policy, make_policy
 from faser.policy.overlap import Overlap
-from faser.policy.stopping import Stopping
 from faser.request import Request, SamplingParams
+from faser.rules.stopping import Stopping
 from faser.sim.clock import VirtualTime
 from faser.sim.executor import Noise, SimExecutor
 from faser.sim.oracle import Draw, Replay
@@ -111,7 +114,7 @@ def test_every_request_ends_with_all_its_tokens(policy, runs_ahead, concurrency)
 
 def shared(profile: Profile, share: float) -> Profile:
     """Of the shorter of drafting and verification that share is not hidden."""
-    return replace(profile, besides=(Beside(0, NOTHING, NOTHING, NOTHING, Curve((1,), (share,), (0.0,))),))
+    return replace(profile, besides=(OverlapProfile(0, NOTHING, NOTHING, NOTHING, Curve((1,), (share,), (0.0,))),))
 
 
 @pytest.mark.parametrize("runs_ahead", [True, False])
@@ -287,7 +290,7 @@ def test_a_quiet_scheduler_says_less_and_does_the_same(policy, concurrency):
     assert engine.stats.emitted == replica.engine.stats.emitted
 
 
-class Sure:
+class Sure(Policy):
     """Gives length 4 and stops as soon as the draft is not sure."""
 
     name = "sure"

@@ -10,7 +10,8 @@ import numpy as np
 from faser.bench.play import play
 from faser.bench.prompts import Blank
 from faser.bench.records import Item, Run, Workload
-from faser.cost.profile import Curve, Profile
+from faser.cost.curve import Curve
+from faser.cost.profile import Profile
 from faser.sim.oracle import Oracle, runs_of
 from faser.sim.replica import Machine, Replica, make_replica
 

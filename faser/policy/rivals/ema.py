@@ -1,4 +1,4 @@
-"""`ema`: one length for the batch from a few tiers, by an average of how many drafts were accepted."""
+"""`ema`: one length for the batch from a few tiers, by a moving average of accepted drafts."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from faser.arrays import IntArray
-from faser.policy.base import BatchView, Outcome
+from faser.policy.base import BatchView, Outcome, Policy
 
-WEIGHT = 0.2  # of the newest step in the average
+WEIGHT = 0.2  # of the latest step in the average: half-life 3 steps
 WARM_UP = 10  # steps before the first change
 INTERVAL = 5  # steps between two changes
-FIRST_LENGTH = 3  # where it is among the tiers; the middle one elsewhere
+FIRST_LENGTH = 3  # if it is one of the tiers; else the middle tier
 
 
 @dataclass
-class _Slot:
-    """The batch sizes from one threshold to the next: their tiers, the one in use and how it has fared."""
+class _SizeRange:
+    """The batch sizes from one threshold to the next: their tiers, the one in use, and its average."""
 
     tiers: tuple[int, ...]
-    patience: float  # by so much further the average must fall for a lower tier
+    hysteresis: float  # the average must fall this much further for a lower tier
     current: int = field(init=False)  # index of a tier
-    average: float = field(init=False)  # drafts accepted by a request in a step
+    average: float = field(init=False)  # accepted drafts per request and step
     steps: int = 0
 
     def __post_init__(self) -> None:
@@ -38,7 +38,7 @@ class _Slot:
         if drafted.any():
             self.average += WEIGHT * (float(accepted[drafted].mean()) - self.average)
         elif self.length:
-            return  # a step of prompts, or one planned before this tier
+            return  # nothing was drafted: a step planned before this tier, or one of prompts
         self.steps += 1
         if self.steps > WARM_UP and (self.steps - WARM_UP) % INTERVAL == 0:
             self._change()
@@ -55,37 +55,37 @@ class _Slot:
                 self.current += 1
 
     def _floor(self, lower: int) -> float:
-        """The average at which the lower tier does as well."""
-        return max(lower - 0.5, 0.5) - self.patience
+        """The average at or below which the lower tier is taken."""
+        return max(lower - 0.5, 0.5) - self.hysteresis
 
 
-class Ema:
-    """By batch size, a short list of lengths; the average of accepted drafts says which of them.
+class Ema(Policy):
+    """By batch size, a short list of lengths (tiers); the average of accepted drafts chooses one.
 
     SGLang's adaptive speculation: the batch belongs to the largest threshold it reaches. After 10 steps, every 5, the
-    length falls to the next tier below while the average is at most that tier less a half (at most a half for tier 0),
-    or else rises while it exceeds the tier in use less a half. A tier of 0 is left after 5 steps, to see how drafts
-    fare. The rule knows no costs: the tiers stand for them. Two deviations: the average is that of the requests that
-    drafted at all, and the start is length 3, which SGLang takes from its command line.
+    length falls while average ≤ lower tier - 0.5 (≤ 0.5 for tier 0); otherwise it rises while average > tier - 0.5.
+    A tier of 0 is left after 5 steps, to sample drafts again. The rule knows no costs: the tiers stand for them. Two
+    deviations: the average counts only requests that drafted, and the first length is 3, which SGLang takes from its
+    command line.
     """
 
     name = "ema"
     max_length = 7
 
     def __init__(self) -> None:
-        self._slots = {
-            1: _Slot((1, 3, 5, 7), patience=0.25),
-            8: _Slot((0, 1, 3), patience=0.0),
-            32: _Slot((0, 1), patience=0.0),
-            64: _Slot((0,), patience=0.0),
+        self._ranges = {
+            1: _SizeRange((1, 3, 5, 7), hysteresis=0.25),
+            8: _SizeRange((0, 1, 3), hysteresis=0.0),
+            32: _SizeRange((0, 1), hysteresis=0.0),
+            64: _SizeRange((0,), hysteresis=0.0),
         }
 
     def learn(self, outcome: Outcome) -> None:
         if outcome.slots.size:
-            self._slot(outcome.slots.size).learn(outcome.lengths, outcome.accepted)
+            self._range(outcome.slots.size).learn(outcome.lengths, outcome.accepted)
 
     def lengths(self, view: BatchView) -> IntArray:
-        return np.full(view.num_requests, self._slot(view.num_requests).length, dtype=np.int64)
+        return np.full(view.num_requests, self._range(view.num_requests).length, dtype=np.int64)
 
-    def _slot(self, num_requests: int) -> _Slot:
-        return self._slots[max(threshold for threshold in self._slots if threshold <= num_requests)]
+    def _range(self, num_requests: int) -> _SizeRange:
+        return self._ranges[max(threshold for threshold in self._ranges if threshold <= num_requests)]

@@ -1,4 +1,4 @@
-"""`nightjar`: a bandit tries one length for the batch after another and keeps to what took the least time per token."""
+"""`nightjar`: a bandit over lengths for the whole batch; the loss is seconds per token."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections import defaultdict
 import numpy as np
 
 from faser.arrays import FloatArray, IntArray
-from faser.cost.profile import KEPT_UP
-from faser.policy.base import BatchView, Outcome
+from faser.cost.work import MAX_STEADY_LAG
+from faser.policy.base import BatchView, Outcome, Policy
 
 LONGEST = 5  # the arms are the lengths 0 … 5
-FADING = 0.995  # weight of what was seen before a step: some hundred steps count
-LONGEST_BLOCK = 1024  # steps
-LEAST_EXPLORATION = 1 / 24  # of bins, however many there were
-TRIAL = 16  # steps of every arm before any is preferred
+ARM_DECAY = 0.995  # of all sums, at every step: half-life 138 steps
+MAX_BLOCK = 1024  # steps
+MIN_EXPLORATION = 1 / 24  # share of the bins, however many there have been
+FIRST_PLAYS = 16  # steps of every arm before one is preferred
 
 
 class _Context:
-    """What is known of batches of about one size: by arm, fading sums; and the bin that runs."""
+    """Batches of about one size: decaying sums by arm, and the present bin."""
 
     def __init__(self) -> None:
         self._steps: FloatArray = np.zeros(LONGEST + 1)
         self._seconds: FloatArray = np.zeros(LONGEST + 1)
         self._tokens: FloatArray = np.zeros(LONGEST + 1)  # per request
-        self._planned: IntArray = np.zeros(LONGEST + 1, dtype=np.int64)  # steps, seen or not
+        self._planned: IntArray = np.zeros(LONGEST + 1, dtype=np.int64)  # steps given this arm
         self._block, self._block_left, self._num_bins = 1, 0, 0
         self.arm, self.bin_left = 0, 0
 
     @property
     def losses(self) -> FloatArray:
-        """[arms] seconds per token of a request; those of an arm nobody saw are infinite."""
+        """[arms] seconds per token of a request; infinite for an arm without steps."""
         unknown = np.full(LONGEST + 1, np.inf)
         losses: FloatArray = np.divide(self._seconds, self._tokens, out=unknown, where=self._tokens > 0)
         return losses
@@ -43,26 +43,26 @@ class _Context:
 
     @property
     def bin_size(self) -> int:
-        """Steps: a block has about as many bins as each of them has steps."""
+        """Steps of a bin = √(steps of its block): a block has as many bins as a bin has steps."""
         return int(self._block**0.5)
 
     @property
     def exploration(self) -> float:
-        """The chance that a bin explores."""
-        return max(1 / self._num_bins, LEAST_EXPLORATION)
+        """P(a bin explores)."""
+        return max(1 / self._num_bins, MIN_EXPLORATION)
 
     @property
     def untried(self) -> IntArray:
-        return np.flatnonzero(self._planned < TRIAL)
+        return np.flatnonzero(self._planned < FIRST_PLAYS)
 
     def learn(self, arm: int, seconds: float, tokens: float) -> None:
         for sums, new in ((self._steps, 1.0), (self._seconds, seconds), (self._tokens, tokens)):
-            sums *= FADING  # all arms: the longer one was not played, the less what it did then counts
+            sums *= ARM_DECAY  # of all arms: an arm that is not played becomes less certain
             sums[arm] += new
 
     def open_bin(self) -> None:
         if self._block_left <= 0:
-            self._block = self._block_left = min(2 * self._block, LONGEST_BLOCK)
+            self._block = self._block_left = min(2 * self._block, MAX_BLOCK)
         self._num_bins += 1
         self.bin_left = self.bin_size
         self._block_left -= self.bin_left
@@ -74,16 +74,21 @@ class _Context:
         return self.arm
 
 
-class Nightjar:
-    """By powers of two of the batch size, the length with the least seconds per token seen so far, or now and then any.
+class Nightjar(Policy):
+    """Mostly the length with the lowest measured seconds per token for the batch size, sometimes a random one.
 
-    Nightjar's rule. Time is cut into blocks of doubling length and these into bins; an arm is kept for a bin. In the
-    b-th bin an arm is drawn at random with probability 1/b, else the one with the least estimated loss is played, where
-    after a step without drafts every other arm also bears the draft's catch-up, spread over the tokens of the bin.
-    Deviations: a context spans a factor of two in batch sizes, not one size, and losses are times its requests to be
-    comparable; every arm gets a trial first; so that changing traffic is followed estimates fade, blocks grow to 1024
-    steps and exploration falls to a 24th of the bins, no further. Steps with prompt rows teach nothing, nor do those
-    that mostly caught up: their time is not the arm's. A step counts for the longest length drafted in it.
+    Nightjar's rule. Time is cut into blocks of doubling length, and blocks into bins; an arm is kept for a bin. In the
+    b-th bin an arm is drawn at random with probability 1/b; else the arm with the lowest estimated loss is played.
+    After a step without drafts, the loss of every arm but 0 includes the draft's catch-up, divided by the tokens of the
+    bin.
+
+    Deviations:
+    * A context covers batch sizes within a factor of two, not one size. Losses are per token of one request, so that
+      they are comparable.
+    * Every arm is played 16 steps first.
+    * To follow changing traffic, estimates decay, blocks grow to 1024 steps at most, and exploration stays at 1/24.
+    * Steps with prompt rows, and steps that mostly caught up, are not observed: their time is not the arm's.
+    * A step counts for the longest length drafted in it.
     """
 
     name = "nightjar"
@@ -125,15 +130,15 @@ class Nightjar:
 
 
 def _catches_up(outcome: Outcome) -> bool:
-    """Whether the draft came back from a pause: most of those it ran for had more than its last tokens to compute."""
+    """Whether the draft comes back from a pause: the median lag of the requests it ran for is above the steady one."""
     ran = outcome.lag[outcome.lag > 0]
-    return ran.size > 0 and (not outcome.lengths.any() or float(np.median(ran)) > KEPT_UP)
+    return ran.size > 0 and (not outcome.lengths.any() or float(np.median(ran)) > MAX_STEADY_LAG)
 
 
 def _catch_up_seconds(view: BatchView) -> float:
-    """What the draft's first token takes longer because it paused."""
+    """Seconds that the first drafted token takes longer because the draft paused."""
     assert view.cost is not None
-    if view.lag.max() <= KEPT_UP:
+    if view.lag.max() <= MAX_STEADY_LAG:
         return 0.0
     read = float(view.num_tokens.sum())
     paused = view.cost.first_draft(view.num_requests, read, int(view.lag.sum()))

@@ -1,4 +1,4 @@
-"""`table`: a length for each range of batch sizes, written down beforehand."""
+"""`table`: a length for each range of batch sizes, given beforehand."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ import numpy as np
 
 from faser.arrays import IntArray
 from faser.errors import ConfigError
-from faser.policy.base import MAX_LENGTH, BatchView
+from faser.limits import HARD_MAX_LENGTH
+from faser.policy.base import BatchView, Policy
 
 DEFAULT_RANGES = ((64, 3), (128, 1))  # vLLM's example
 
 
 @dataclass(frozen=True)
-class Table:
-    """Every request drafts the length of the first range that holds the batch, and nothing beyond the last range.
+class Table(Policy):
+    """Every request drafts the length of the first range that holds the batch size; 0 beyond the last range.
 
-    vLLM's rule and default. Only requests that decode count as load: prompts that share a step are no part of its size.
+    vLLM's rule and default. The batch size counts decoding requests only, not prompts that share the step.
     """
 
-    ranges: tuple[tuple[int, int], ...] = DEFAULT_RANGES  # the most requests of a range, rising, and its length
+    ranges: tuple[tuple[int, int], ...] = DEFAULT_RANGES  # (most requests of the range, length), rising
 
     def __post_init__(self) -> None:
         sizes = [size for size, _ in self.ranges]
         rising = all(a < b for a, b in zip([0, *sizes], sizes, strict=False))
-        if not sizes or not rising or not all(0 <= length <= MAX_LENGTH for _, length in self.ranges):
+        if not sizes or not rising or not all(0 <= length <= HARD_MAX_LENGTH for _, length in self.ranges):
             raise ConfigError(
-                f"policy {self.name!r}: expected batch sizes that rise from 1 and lengths from 0 to {MAX_LENGTH}, "
+                f"policy {self.name!r}: expected batch sizes that rise from 1 and lengths from 0 to {HARD_MAX_LENGTH}, "
                 "as in table:64=3/128=1"
             )
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """`64=3/128=1`: 3 up to 64 requests, 1 up to 128, 0 above. Commas do for slashes."""
+        """`64=3/128=1`: 3 up to 64 requests, 1 up to 128, 0 above. Commas may replace slashes."""
         parts = [re.fullmatch(r"([0-9]+)=([0-9]+)", part.strip()) for part in re.split("[/,]", text)]
         if not all(parts):
             raise ConfigError(

@@ -9,7 +9,7 @@ import torch
 from faser.engine import prompt_pace
 from faser.errors import ConfigError
 from faser.models.transformer import Transformer
-from faser.policy.early_exit import DEPTHS
+from faser.rules.early_exit import DEPTHS
 from faser.runtime.cpu.drafter import Drafter, ModelDrafter, NgramDrafter
 from faser.runtime.cpu.executor import TorchExecutor
 from faser.runtime.cpu.runner import ModelRunner

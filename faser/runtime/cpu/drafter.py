@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from faser.arrays import FloatArray, IntArray
-from faser.policy.stopping import WatchedPlan
+from faser.rules.stopping import WatchedPlan
 from faser.runtime.cpu.rows import Rows
 from faser.runtime.cpu.runner import ModelRunner
 from faser.runtime.ngram import lookup

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from faser.arrays import NONE, BoolArray, FloatArray, IntArray
-from faser.policy.early_exit import Exiting, ExitRule
 from faser.request import TokenLogprobs
+from faser.rules.early_exit import Exiting, ExitReadings, ExitRule
 from faser.runtime.cpu.rows import Rows
 from faser.runtime.cpu.runner import ModelRunner
 from faser.runtime.sampling import Sampler, broken_rows
-from faser.step import ExitReadings, StepPlan
+from faser.step import StepPlan
 
 BROKEN = "the model gave no finite logits for this request (overflow in its dtype?); try another dtype"
 

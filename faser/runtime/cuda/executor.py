@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 
 from faser.arrays import NONE, FloatArray, IntArray
 from faser.errors import ConfigError, EngineError
-from faser.policy.base import MOST_LENGTH
-from faser.policy.early_exit import Exiting, candidates_of
+from faser.limits import ADAPTIVE_MAX_LENGTH
 from faser.policy.overlap import BATCH_SIZES
-from faser.policy.stopping import Stopping
 from faser.progress import Update
 from faser.request import TokenLogprobs
+from faser.rules.early_exit import Exiting, ExitReadings, candidates_of
 from faser.rules.overlap import OverlapPlan
+from faser.rules.stopping import Stopping
 from faser.runtime.cpu.drafter import NgramDrafter
 from faser.runtime.cpu.verifier import BROKEN
 from faser.runtime.cuda.compile import compile_all
@@ -54,7 +54,7 @@ from faser.runtime.cuda.sampling import (
 )
 from faser.runtime.cuda.transfer import send
 from faser.runtime.sampling import Sampler
-from faser.step import Admission, ExitReadings, Settling, StepPlan, StepResult, StepSeconds
+from faser.step import Admission, Settling, StepPlan, StepResult, StepSeconds
 
 FILTERED_LOGITS = 1 << 22  # logits filtered at a time: sorting them takes some 250 MB
 PROMPT_ROWS = (8, 16, 32, 1 << 30)  # sizes of prompts that take kernels of their own
@@ -149,7 +149,8 @@ class CudaExecutor:
         draft = self._draft
         assert draft is not None
         few = [size for size in ROW_BUCKETS if size <= FEW_REQUESTS]
-        depths = {self._usual_rows, max(self._usual_rows, MOST_LENGTH + 1)}  # rows of a request, by policy or lead
+        # rows of a request, by policy or lead
+        depths = {self._usual_rows, max(self._usual_rows, ADAPTIVE_MAX_LENGTH + 1)}
         shapes: list[tuple[CudaModel, Shape | None]] = []
         for split in sorted({0, *splits}):
             shapes += [(draft, _on_part(first_draft(size, 2), split)) for size in few]
@@ -247,7 +248,7 @@ class CudaExecutor:
 
     def _run(self, flight: _Flight) -> Iterator[None]:
         """Enqueue a step. Where the host must see something before it knows how to go on, it may do other things."""
-        if _leads(flight.plan) and len(self._flights) > 1:
+        if flight.plan.waits and len(self._flights) > 1:
             yield  # until `collect` has settled it
         flight.num_drafted = flight.plan.lengths
         flight.landing.marks.start()
@@ -263,7 +264,7 @@ class CudaExecutor:
         exiting = None
         if flight.plan.exits is not None and flight.num_verified.any():
             exiting = Exiting(flight.plan.exits, flight.num_verified, int(flight.plan.num_rows.sum()))
-            if flight.plan.exits.looks_before:
+            if flight.plan.exits.needs_confidence:
                 yield
                 self._exit_before(flight, exiting)
         yield from self._verify(flight, exiting)
@@ -317,7 +318,7 @@ class CudaExecutor:
         if plan.overlap is not None:
             settling = Settling.of(before, result).spread(before.slots, len(self._history))
             flight.settled = plan.settle(settling[plan.slots])
-        if _leads(plan):
+        if plan.waits:
             flight.plan = flight.settled
             self.go_on()
 
@@ -382,7 +383,7 @@ class CudaExecutor:
             drafting = _Drafting(plan, plan.stopping, order, self._glance)
             drafting.look(self._draft.choices.confidence)
             return drafting
-        is_doubted = plan.exits is not None and plan.exits.looks_before
+        is_doubted = plan.exits is not None and plan.exits.needs_confidence
         if is_doubted:
             self._doubts.begin(order[plan.lengths[order] > 0], self._draft.choices.confidence)
         for done, _ in enumerate(tokens, 1):
@@ -694,11 +695,6 @@ def _launch(model: CudaModel, shape: Shape | None, num_rows: IntArray, start: In
 
 def _on_part(shape: Shape | None, num_sms: int) -> Shape | None:
     return None if shape is None else replace(shape, num_sms=num_sms)
-
-
-def _leads(plan: StepPlan) -> bool:
-    """Whether the step must know who missed in the step before."""
-    return plan.overlap is not None and plan.overlap.leads
 
 
 class _Marks:

@@ -1,7 +1,7 @@
-"""What forwards cost on a machine of which nothing was measured: from the sizes of the models alone.
+"""What forwards cost where nothing was measured: from the sizes of the models alone.
 
-A forward reads all weights once and computes with each of them for every row; attention reads keys and values. The
-speeds are rough. Predictions follow the steps that run within a few steps (ProfiledCost), so the shape matters more.
+A forward reads all weights once and multiplies with each of them for every row; attention reads keys and values. The
+speeds are rough. ProfiledCost corrects them within a few steps, so the shape of the curves matters more.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from faser.cost.profile import NOTHING, Curve, Profile
+from faser.cost.curve import NOTHING, Curve
+from faser.cost.profile import Profile
 from faser.models.transformer import Transformer
 from faser.runtime.device import Speeds
 
 
 def assumed_profile(
-    target: Transformer, draft: Transformer | None, speeds: Speeds, most_rows: int, about: Mapping[str, Any]
+    target: Transformer, draft: Transformer | None, speeds: Speeds, max_rows: int, about: Mapping[str, Any]
 ) -> Profile:
-    verify = _curve(target, speeds, most_rows)
-    drafts = NOTHING if draft is None else _curve(draft, speeds, most_rows)
+    verify = _curve(target, speeds, max_rows)
+    drafts = NOTHING if draft is None else _curve(draft, speeds, max_rows)
     return Profile(
         about=about,
         verify=verify,
@@ -32,7 +33,7 @@ def assumed_profile(
     )
 
 
-def _curve(model: Transformer, speeds: Speeds, most_rows: int) -> Curve:
+def _curve(model: Transformer, speeds: Speeds, max_rows: int) -> Curve:
     config, size = model.config, model.head.element_size()
     layer = model.layers[0]
     weights = model.num_layers * sum(each.numel() for each in (layer.qkv, layer.out, layer.gate_up, layer.down))
@@ -40,5 +41,5 @@ def _curve(model: Transformer, speeds: Speeds, most_rows: int) -> Curve:
     base = model.num_layers * speeds.layer_seconds + weights * size / speeds.bytes_per_second
     row = 2 * weights / speeds.flops_per_second
     token = 2 * model.num_layers * config.num_kv_heads * config.head_dim * size / speeds.bytes_per_second
-    rows = tuple(1 << i for i in range(most_rows.bit_length()))
+    rows = tuple(1 << i for i in range(max_rows.bit_length()))
     return Curve(rows, tuple(base + row * each for each in rows), (token,) * len(rows))

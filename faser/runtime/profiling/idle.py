@@ -1,7 +1,7 @@
-"""Completes a quick profile while the engine has nothing to do, one made-up step at a time.
+"""Completes a quick profile while the engine is idle, one made-up step at a time.
 
-A request that arrives meanwhile waits for one such step, at most about MAX_SECONDS. The steps run in slots and on pages
-that the scheduler lends: nothing that a request or the prefix cache holds is touched.
+A request that arrives during a step waits for its end, about MAX_SECONDS at most. The steps run in slots and on pages
+that the scheduler lends: what a request or the prefix cache holds is not touched.
 """
 
 from __future__ import annotations
@@ -10,27 +10,39 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
-from faser.cost.profile import Profile, ProfiledCost
-from faser.engine.scheduler import Scheduler
-from faser.runtime.profiling.profiler import Batch, Measured, Samples, Steps, Subject, all_batches, errors_of
+from faser.arrays import IntArray
+from faser.cost.profile import Profile
+from faser.cost.profiled_cost import ProfiledCost
+from faser.runtime.profiling.batches import Batch, Subject, all_batches
+from faser.runtime.profiling.fit import Samples, errors_of
+from faser.runtime.profiling.steps import Measured, Steps
+from faser.step import PageWrites
 
 log = logging.getLogger("faser.engine.engine")
 
-MAX_SECONDS = 0.25  # of one step: larger batches are left out, and their seconds follow from the others'
-TURNS = 2  # the faster of two runs counts
-MAX_PASSES = 3  # after which a machine is taken to be too busy to be profiled
+MAX_SECONDS = 0.25  # of one step: slower batches are left out and extrapolated
+NUM_ROUNDS = 2  # runs of each batch; the faster one counts
+MAX_ATTEMPTS = 3  # at a profile that is good enough; then the machine is too busy
+
+
+class SlotLender(Protocol):
+    """faser.engine.scheduler.Scheduler, as far as it is used here."""
+
+    def lend_slots(self, num_tokens: IntArray) -> tuple[PageWrites, PageWrites] | None: ...
+
+    def take_back_slots(self, num_slots: int) -> None: ...
 
 
 class IdleProfiler:
-    """Call it in an idle moment; it measures one batch and says whether there is more to do."""
+    """Called in idle moments: measures one batch and returns whether there is more to do."""
 
     def __init__(
         self,
         subject: Subject,
         cost: ProfiledCost,
-        scheduler: Scheduler,
+        scheduler: SlotLender,
         about: Mapping[str, Any],
         keep: Callable[[Profile], object],
         clock: Callable[[], float] = perf_counter,
@@ -44,18 +56,18 @@ class IdleProfiler:
         *batches, self._held_out = all_batches(subject)
         self._batches = [batch for several in batches for batch in several]
         self._lacks_pages = False
-        self._moments = self._work()
+        self._moments = self._measure_all()
 
     def __call__(self) -> bool:
         return next(self._moments, False)
 
-    def _work(self) -> Iterator[bool]:
-        for _ in range(MAX_PASSES):
+    def _measure_all(self) -> Iterator[bool]:
+        for _ in range(MAX_ATTEMPTS):
             found: dict[int, Measured] = {}
             self._lacks_pages = False
-            yield from self._run(self._batches, TURNS, found)
+            yield from self._run(self._batches, NUM_ROUNDS, found)
             if not found:
-                return  # no pages were free
+                return  # not enough free pages for any batch
             samples = Samples(self._subject)
             samples.add(found.values())
             profile = samples.profile(self._about)
@@ -73,9 +85,9 @@ class IdleProfiler:
                 return
             log.info("profile measured in idle moments and not kept: %s", reason)
 
-    def _run(self, batches: list[Batch], turns: int, found: dict[int, Measured]) -> Iterator[bool]:
-        """Measure batches, one in each idle moment; the best of several turns is left in `found`."""
-        for _ in range(turns):
+    def _run(self, batches: list[Batch], rounds: int, found: dict[int, Measured]) -> Iterator[bool]:
+        """Measure batches, one per idle moment, `rounds` times each; the best of each is left in `found`."""
+        for _ in range(rounds):
             for number, batch in enumerate(batches):
                 if self._cost.predict(self._steps.plan(batch)) > MAX_SECONDS:
                     continue
@@ -86,7 +98,7 @@ class IdleProfiler:
                     yield True
 
     def _measure(self, batch: Batch) -> Measured | None:
-        """One step on lent pages; None where there are too few."""
+        """One step on lent pages; None if there are too few."""
         writes = self._scheduler.lend_slots(batch.num_tokens + batch.lengths + 1)
         if writes is None:
             self._lacks_pages = True

@@ -1,7 +1,7 @@
-"""Where profiles are kept between runs, and what each was measured on; and beside them what early exits learned.
+"""Profiles saved between runs, and beside them what early exit has learned.
 
-A profile is found again by hardware, models, sizes and versions; any other is no use. What cannot be read or written
-here is a warning, never an error: a profile can always be measured again.
+A profile is found by hardware, models, sizes and versions. A file that cannot be read or written is a warning, never an
+error: a profile can be measured again.
 """
 
 from __future__ import annotations
@@ -12,23 +12,22 @@ import os
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from faser.cost.profile import VERSION, Profile
-from faser.engine.scheduler import Limits
 from faser.errors import ConfigError
+from faser.limits import Limits
 from faser.machine import faser_version, processor_name, write_whole
 from faser.models.transformer import Transformer
-from faser.policy.early_exit import EarlyExit
 from faser.threads import available_cpus
 
 log = logging.getLogger("faser.engine.engine")
 
 
 def describe(target: Transformer, draft: Transformer | str | None, limits: Limits, page_size: int) -> dict[str, Any]:
-    """Everything that seconds depend on, in words."""
+    """Everything that the seconds of a profile depend on."""
     return {
         "hardware": _hardware(target.device),
         "target": _shape(target),
@@ -63,7 +62,7 @@ def _shape(model: Transformer) -> str:
 
 
 def path_of(about: Mapping[str, Any]) -> Path:
-    """The file of a profile that was measured on this."""
+    """The file of the profile measured on `about`."""
     key = json.dumps({"version": VERSION, **about}, sort_keys=True)
     return _folder() / "profiles" / f"{blake2b(key.encode(), digest_size=8).hexdigest()}.json"
 
@@ -76,14 +75,14 @@ def _folder() -> Path:
 
 
 def find(about: Mapping[str, Any]) -> Profile | None:
-    """The profile that was kept for this, if there is one."""
+    """The saved profile measured on `about`, if there is one."""
     try:
         path = path_of(about)
         if not path.is_file():
             return None
         profile = Profile.load(path)
-    except (ConfigError, OSError, RuntimeError) as error:  # RuntimeError: there is no home
-        log.warning("a saved profile is of no use: %s", error)
+    except (ConfigError, OSError, RuntimeError) as error:  # RuntimeError: no home directory
+        log.warning("a saved profile cannot be used: %s", error)
         return None
     if profile.about != about:
         log.warning("%s was measured on something else (%s) and is not used", path, differences(profile, about))
@@ -92,7 +91,7 @@ def find(about: Mapping[str, Any]) -> Profile | None:
 
 
 def keep(profile: Profile) -> Path | None:
-    """Where it was kept; None where it could not be."""
+    """Save a profile. Its path; None if it cannot be written."""
     try:
         path = path_of(profile.about)
         profile.save(path)
@@ -102,11 +101,19 @@ def keep(profile: Profile) -> Path | None:
     return path
 
 
-# ── what trials of the early exit taught ─────────────────────────────────────────────────────────────────────────────
+# ── what early exit learned from trials ───────────────────────────────────────────────────────────────────────────────
+
+
+class Calibrated(Protocol):
+    """faser.policy.early_exit.EarlyExit, as far as it is saved."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+    def restore(self, known: Mapping[str, Any]) -> None: ...
 
 
 def _exits_path(about: Mapping[str, Any], models: Iterable[Transformer]) -> Path:
-    """Beside the profile. Seconds depend on shapes alone, and this on the weights as well."""
+    """Beside the profile. Seconds depend on shapes only; fitted exit points depend on the weights too."""
     key = blake2b(digest_size=4)
     for model in models:
         for weight in (model.final_norm, model.layers[0].attention_norm, model.layers[-1].mlp_norm):
@@ -115,27 +122,27 @@ def _exits_path(about: Mapping[str, Any], models: Iterable[Transformer]) -> Path
     return profile.with_name(f"{profile.stem}-{key.hexdigest()}.exits.json")
 
 
-def restore_exits(exits: EarlyExit, about: Mapping[str, Any], models: Iterable[Transformer]) -> None:
-    """What was kept for these, if anything was."""
+def restore_exits(exits: Calibrated, about: Mapping[str, Any], models: Iterable[Transformer]) -> None:
+    """Restore what was saved for these models, if anything was."""
     try:
         path = _exits_path(about, models)
         if path.is_file():
             exits.restore(json.loads(path.read_text(encoding="utf-8")))
     except (ConfigError, OSError, RuntimeError, ValueError) as error:
-        log.warning("what is known of the early exit is of no use: %s", error)
+        log.warning("the saved calibration of early exit cannot be used: %s", error)
 
 
-def keep_exits(exits: EarlyExit, about: Mapping[str, Any], models: Iterable[Transformer]) -> None:
+def keep_exits(exits: Calibrated, about: Mapping[str, Any], models: Iterable[Transformer]) -> None:
     known = exits.to_dict()
     if not known["scores"]:
         return
     try:
         write_whole(_exits_path(about, models), json.dumps(known) + "\n")
     except (OSError, RuntimeError) as error:
-        log.warning("what was learned of the early exit cannot be kept: %s", error)
+        log.warning("the calibration of early exit cannot be kept: %s", error)
 
 
 def differences(profile: Profile, about: Mapping[str, Any]) -> str:
-    """What a profile was measured on, where it is something else."""
+    """What the profile was measured on, as far as it differs from `about`."""
     other = {name: value for name, value in profile.about.items() if about.get(name) != value}
     return ", ".join(f"{name}: {value}" for name, value in other.items()) or "it does not say what"

@@ -22,7 +22,7 @@ def test_drafts_lengthen_while_predicted_goodput_rises():
     assert AdaSpec().lengths(make_view(4, num_tokens=0)).tolist() == [3] * 4
 
 
-def test_without_a_first_token_that_pays_nothing_is_drafted_though_more_would_pay():
+def test_nothing_is_drafted_if_the_first_token_does_not_pay_although_more_would():
     dear_start = replace(
         H200, first_draft=curve((1, 256), (4.0, 4.0), 0.0), next_draft=curve((1, 256), (0.1, 0.1), 0.0)
     )
@@ -31,20 +31,20 @@ def test_without_a_first_token_that_pays_nothing_is_drafted_though_more_would_pa
     assert not AdaSpec().lengths(view).any()
 
 
-def test_rows_are_trimmed_to_a_graph_and_the_hopeless_pay_for_it():
+def test_rows_are_trimmed_to_a_graph_size_the_least_likely_drafts_first():
     # 16 rows are wanted; 10 keep all that is likely and run faster
-    lengths = AdaSpec().lengths(make_view(4, profile=COARSE, accepted=[90, 90, 0, 0], judged=100, num_tokens=0))
+    lengths = AdaSpec().lengths(make_view(4, profile=COARSE, accepted=[90, 90, 0, 0], tried=100, num_tokens=0))
     assert lengths.tolist() == [3, 3, 0, 0]
 
 
 def test_rows_that_are_all_likely_are_not_trimmed():
-    lengths = AdaSpec().lengths(make_view(4, profile=COARSE, accepted=90, judged=100, num_tokens=0))
+    lengths = AdaSpec().lengths(make_view(4, profile=COARSE, accepted=90, tried=100, num_tokens=0))
     assert lengths.tolist() == [3] * 4
 
 
-def test_beside_prompts_no_graph_runs_and_nothing_is_trimmed():
+def test_steps_with_prompts_are_not_trimmed():
     cheap = replace(COARSE, prompts=curve((512, 4096), (13.5, 13.5), 0.0))
-    view = make_view(4, profile=cheap, accepted=[90, 90, 0, 0], judged=100, prefill_rows=300)
+    view = make_view(4, profile=cheap, accepted=[90, 90, 0, 0], tried=100, prefill_rows=300)
     (length,) = set(AdaSpec().lengths(view).tolist())
     assert length > 0
 
@@ -57,10 +57,10 @@ def test_a_busier_batch_never_drafts_more():
 
 
 def test_a_batch_of_hopeless_requests_does_not_speculate():
-    assert not AdaSpec().lengths(make_view(8, accepted=2, judged=100)).any()
+    assert not AdaSpec().lengths(make_view(8, accepted=2, tried=100)).any()
 
 
 @pytest.mark.parametrize("limit", [0, 1, [0, 1, 2, 32]])
-def test_nobody_is_given_more_than_the_limit(limit):
+def test_no_request_is_given_more_than_its_limit(limit):
     view = make_view(4, limit=limit)
     assert (AdaSpec().lengths(view) <= view.limit).all()

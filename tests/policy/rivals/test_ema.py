@@ -12,7 +12,7 @@ def length(policy: Ema, size: int) -> int:
 
 
 def teach(policy: Ema, size: int, steps: int, accepted: int) -> None:
-    """Steps with the lengths the policy gives, of which so many are accepted at most."""
+    """Steps with the lengths the policy gives, of which at most `accepted` are accepted."""
     for _ in range(steps):
         drafted = length(policy, size)
         policy.learn(make_outcome([drafted] * size, min(accepted, drafted)))
@@ -35,13 +35,13 @@ def test_nothing_changes_in_the_warm_up_then_accepted_drafts_move_up_by_tiers():
     assert length(policy, 1) == 7
 
 
-def test_refused_drafts_fall_to_the_lowest_tier():
+def test_rejected_drafts_fall_to_the_lowest_tier():
     policy = Ema()
     teach(policy, 1, 15, accepted=0)
     assert length(policy, 1) == 1, "a small batch always drafts"
 
 
-def test_a_tier_without_drafts_is_left_after_five_steps_to_see():
+def test_a_tier_without_drafts_is_left_after_five_steps():
     policy, seen = Ema(), []
     for _ in range(30):
         seen.append(length(policy, 8))
@@ -49,13 +49,13 @@ def test_a_tier_without_drafts_is_left_after_five_steps_to_see():
     assert seen == [3] * 15 + [0] * 5 + [1] * 5 + [0] * 5
 
 
-def test_sizes_learn_apart():
+def test_each_range_of_batch_sizes_has_its_own_average():
     policy = Ema()
     teach(policy, 8, 15, accepted=0)
     assert (length(policy, 1), length(policy, 8), length(policy, 40)) == (3, 0, 1)
 
 
-def test_a_step_in_which_nobody_drafted_says_nothing_about_drafts():
+def test_a_step_without_drafts_does_not_change_the_average():
     policy = Ema()
     for _ in range(100):
         policy.learn(make_outcome([0, 0], 0, prefill_rows=30))

@@ -27,12 +27,12 @@ def test_a_busier_batch_never_drafts_more():
     assert given == sorted(given, reverse=True)
 
 
-def test_prompt_rows_make_no_difference_that_drafts_would_have_to_pay_for():
+def test_prompt_rows_are_not_charged_to_drafts():
     alone, beside = (Goodput().lengths(make_view(4, prefill_rows=rows)).max() for rows in (0, 400))
     assert beside >= alone, "beside prompts the verification's weights are read anyway"
 
 
-def test_refused_drafts_end_speculation_and_a_long_pause_gives_it_another_chance():
+def test_rejected_drafts_end_speculation_and_a_long_pause_gives_it_another_chance():
     policy, view = Goodput(), make_view(4)
     for _ in range(300):
         policy.learn(make_outcome([3] * 4, 0))
@@ -51,6 +51,6 @@ def test_accepted_drafts_grow_longer():
 
 
 @pytest.mark.parametrize("limit", [0, 1, [0, 1, 2, 32]])
-def test_nobody_is_given_more_than_the_limit(limit):
+def test_no_request_is_given_more_than_its_limit(limit):
     view = make_view(4, limit=limit)
     assert (Goodput().lengths(view) <= view.limit).all()

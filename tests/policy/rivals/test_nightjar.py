@@ -69,7 +69,7 @@ def test_a_change_of_the_traffic_is_followed(before, after, best):
     assert np.mean(np.array(given[-3000:]) == best) > 0.9
 
 
-def test_batches_of_other_sizes_learn_apart():
+def test_batches_of_other_sizes_have_losses_of_their_own():
     policy = Nightjar()
     for _ in range(1200):
         play(policy, SPECULATION_PAYS, 1, size=4)

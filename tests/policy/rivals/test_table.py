@@ -16,14 +16,14 @@ def test_prompts_that_share_the_step_do_not_count_as_load():
     assert Table().lengths(make_view(64, profile=None, prefill_rows=4000)).tolist() == [3] * 64
 
 
-def test_commas_do_for_slashes():
+def test_commas_may_replace_slashes():
     assert Table.parse("4=2,8=1") == Table.parse("4=2/8=1") == Table(((4, 2), (8, 1)))
 
 
 @pytest.mark.parametrize(
     "text", ["", "64", "64=", "=3", "64=3/", "64=-1", "64=3/32=1", "64=3/64=1", "0=1", "8=33", "a=b"]
 )
-def test_what_is_no_table_is_refused_with_an_example(text):
+def test_a_malformed_table_is_refused_with_an_example(text):
     with pytest.raises(ConfigError, match=r"table:64=3/128=1"):
         Table.parse(text)
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from faser.cost.profile import ProfiledCost
+from faser.cost.profiled_cost import ProfiledCost
 from faser.policy.rivals.tetris import WINDOW, Tetris, capacity
 from tests.policy.profiles import H200, SMOOTH, make_view
 
@@ -21,8 +21,8 @@ def test_requests_alike_share_the_capacity_evenly():
     assert Tetris().lengths(make_view(64)).tolist() == [1] * 64
 
 
-def test_where_rows_are_short_the_hopeless_get_none():
-    lengths = Tetris().lengths(make_view(100, accepted=[90, 0] * 50, judged=100))
+def test_where_capacity_is_short_requests_of_low_acceptance_get_none():
+    lengths = Tetris().lengths(make_view(100, accepted=[90, 0] * 50, tried=100))
     assert lengths[0::2].sum() == 28
     assert lengths[1::2].sum() == 0
 
@@ -37,6 +37,6 @@ def test_a_busier_batch_never_drafts_more():
     assert given == sorted(given, reverse=True)
 
 
-def test_slots_nobody_may_use_go_to_others():
+def test_capacity_beyond_a_requests_limit_goes_to_others():
     lengths = Tetris().lengths(make_view(64, limit=[0] * 32 + [32] * 32))
     assert lengths.tolist() == [0] * 32 + [2] * 32

@@ -17,13 +17,14 @@ import torch
 from faser.arrays import IntArray
 from faser.build import build_engine
 from faser.config import EngineOptions
+from faser.limits import ADAPTIVE_MAX_LENGTH
 from faser.models.transformer import Transformer
 from faser.policy import Fixed
-from faser.policy.base import MOST_LENGTH, BatchView
-from faser.policy.early_exit import EarlyExit, ExitPoint, ExitRule
+from faser.policy.base import BatchView
+from faser.policy.early_exit import EarlyExit
 from faser.policy.overlap import Chunks, Overlap, Way
 from faser.request import Grammar, Request, SamplingParams
-from faser.step import ExitReadings
+from faser.rules.early_exit import ExitPoint, ExitReadings, ExitRule
 from faser.text.tokenizer import Tokenizer
 from tests.engine.test_engine import Sometimes
 from tests.oracle import RandomLengths, RandomStops, SometimesOverlap
@@ -276,7 +277,7 @@ class AnyWay(Overlap):
 
     def __init__(self, splits: Sequence[int]) -> None:
         super().__init__()
-        leads = [(MOST_LENGTH + 1, MOST_LENGTH), (4, 3), (2, 1)]
+        leads = [(ADAPTIVE_MAX_LENGTH + 1, ADAPTIVE_MAX_LENGTH), (4, 3), (2, 1)]
         ways = [Way(0.0, *each, split) for each in [*leads, (5, 0)] for split in splits]
         self.ways = cycle([each for way in ways for each in (way, None)])
 

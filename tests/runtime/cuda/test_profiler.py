@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from faser.cost.profile import ProfiledCost
+from faser.cost.profiled_cost import ProfiledCost
 from faser.models.transformer import Transformer
 from faser.runtime.device import Profiling
 from tests.runtime.cuda.test_executor import chosen, make_engine
-from tests.runtime.profiling.test_profiler import Costly
+from tests.runtime.profiling.engines import Costly
 from tests.test_exactness import reference, serve
 from tests.tiny import CONFIGS, make_draft
 

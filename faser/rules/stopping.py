@@ -1,0 +1,101 @@
+"""When to stop drafting: a rule that travels with the plan and is asked after each drafted token.
+
+Knows the draft model's confidence in its own tokens, and what one more token costs. Knows nothing of who made the rule.
+A length is chosen before drafting begins; where few requests share a step, checking the confidence while drafting
+gains more than the check costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from faser.arrays import BoolArray, FloatArray, IntArray
+
+MIN_CONFIDENCE, MAX_CONFIDENCE = 1e-4, 1 - 1e-4  # confidences are clipped, so that log-odds stay finite
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """Draft one more token, for all requests below their length, while price × expected tokens > seconds.
+
+    All drafts of a step end together.
+    """
+
+    rates: FloatArray  # [B, depth] by index in the plan: P(token accepted | all before it in the draft accepted)
+    seconds: FloatArray  # [depth] cost of one more token, by the number of tokens already drafted
+    price: float  # seconds that one more output token saves
+    calibration: tuple[float, float]  # (a, b): log-odds of acceptance = a + b × log-odds of the draft's confidence
+
+    def watch(self, requests: IntArray) -> Watch:
+        """Begin to check the drafts of these requests [n], given in order of falling length."""
+        return Watch(self.rates[requests].tolist(), self.seconds.tolist(), self.price, self.calibration)
+
+    def of(self, requests: BoolArray) -> Stopping:
+        """The rule for a part of the requests."""
+        return replace(self, rates=self.rates[requests])
+
+    def spread(self, requests: BoolArray) -> Stopping:
+        """The rule for a larger batch, in which this rule's requests are those marked; the others never draft."""
+        rates = np.zeros((requests.size, self.rates.shape[1]))
+        rates[requests] = self.rates
+        return replace(self, rates=rates)
+
+
+class Watch:
+    """Drafts in the making. A GPU waits for each answer, so an answer takes a few operations on plain floats."""
+
+    def __init__(
+        self, rates: list[list[float]], seconds: list[float], price: float, calibration: tuple[float, float]
+    ) -> None:
+        self._rates = rates
+        self._seconds = seconds
+        self._price = price
+        self._offset, self._factor = calibration
+        self._survival = [1.0] * len(rates)  # P(all tokens drafted so far are accepted), by request
+        self._num_drafted = 0
+
+    def goes_on(self, confidence: Sequence[float]) -> bool:
+        """Whether one more token is worth its cost, given the confidence [n] of the latest tokens.
+
+        n never rises: the first n requests are those whose drafts are still growing.
+        """
+        self._num_drafted = done = self._num_drafted + 1
+        gain = 0.0
+        for i, latest in enumerate(confidence):
+            latest = min(max(latest, MIN_CONFIDENCE), MAX_CONFIDENCE)
+            odds = self._offset + self._factor * math.log(latest / (1 - latest))
+            self._survival[i] /= 1 + math.exp(-odds)
+            gain += self._survival[i] * self._rates[i][done]
+        return self._price * gain > self._seconds[done]
+
+
+class WatchedPlan:
+    """The rule of a plan, asked with confidences in the plan's order."""
+
+    def __init__(self, stopping: Stopping, lengths: IntArray) -> None:
+        self._order = np.argsort(-lengths, kind="stable")
+        self._lengths = lengths[self._order]
+        self._watch = stopping.watch(self._order)
+
+    def goes_on(self, confidence: FloatArray | None, done: int) -> bool:
+        """Whether drafting goes on, after `done` tokens with confidence [B, depth]; NaN where nothing was drafted."""
+        assert confidence is not None
+        latest = confidence[self._order[self._lengths > done], done - 1]
+        return self._watch.goes_on(np.nan_to_num(latest).tolist())
+
+
+def accepted_chance(confidence: FloatArray, calibration: tuple[float, float]) -> FloatArray:
+    """P(accepted) of tokens, from the probability that the draft model gave them."""
+    offset, factor = calibration
+    chance: FloatArray = 1 / (1 + np.exp(-(offset + factor * log_odds(confidence))))
+    return chance
+
+
+def log_odds(chance: FloatArray) -> FloatArray:
+    chance = np.clip(chance, MIN_CONFIDENCE, MAX_CONFIDENCE)
+    odds: FloatArray = np.log(chance / (1 - chance))
+    return odds

@@ -1,0 +1,223 @@
+"""From measured steps to the curves of a profile. Knows seconds, rows and context; runs nothing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from faser.cost.curve import NOTHING, Curve
+from faser.cost.profile import Profile
+from faser.cost.profiled_cost import ProfiledCost
+from faser.cost.work import work_of
+from faser.runtime.profiling.batches import SHORT_DRAFT, Subject
+from faser.runtime.profiling.steps import Measured
+
+MIN_NEXT_SHARE = 0.3  # of the first drafted token's seconds, that each further one takes at least
+
+
+@dataclass(frozen=True)
+class Sample:
+    rows: int
+    context: int
+    seconds: float
+
+
+class Samples:
+    """Measured steps, by the curve they belong to."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._verify: list[Sample] = []
+        self._prompts: list[Sample] = []
+        self._catch_up: list[Sample] = []
+        # by requests, rows and context of the first forward: seconds of drafting, by length
+        self._drafts: defaultdict[tuple[int, int, int], dict[int, float]] = defaultdict(dict)
+        self._host: list[float] = []
+
+    def add(self, several: Iterable[Measured]) -> None:
+        for measured in several:
+            self._add(measured)
+
+    def _add(self, measured: Measured) -> None:
+        plan = measured.plan
+        work, graphs = work_of(plan), self._subject.how.graph_rows
+        all_rows = work.rows + work.prompt_rows
+        only_decodes = not work.prompt_rows and (not graphs or work.rows <= graphs[-1])
+        if only_decodes:
+            rows = self._subject.graph_size(work.rows)
+            self._verify.append(Sample(rows, work.context, measured.verify))
+        if not only_decodes or not graphs:  # without graphs all rows cost alike
+            self._prompts.append(Sample(all_rows, work.context, measured.verify))
+        if work.catch_up_rows:
+            self._catch_up.append(Sample(work.catch_up_rows, work.draft_context, measured.draft))
+        elif work.num_drafting:
+            key = work.num_drafting, int(plan.draft_rows.sum()), work.draft_context
+            self._drafts[key][int(plan.lengths.max())] = measured.draft
+        if not work.prompt_rows and not work.catch_up_rows:
+            self._host += measured.host.tolist()
+
+    def profile(self, about: Mapping[str, Any]) -> Profile:
+        limits, max_length = self._subject.limits, self._subject.max_length
+        assumed = self._subject.assumed
+        target, draft = (None, None) if assumed is None else (assumed.verify, assumed.first_draft)
+        verify = make_curve(self._verify, prior=target)
+        first = make_curve(self._first_drafts(), prior=draft)
+        following = make_curve(self._next_drafts(), default=first, prior=draft)
+        has_graphs = bool(self._subject.how.graph_rows)
+        catch_up = self._catch_up if has_graphs else self._catch_up + self._first_forwards()
+        return Profile(
+            about=about,
+            verify=self._stepped(verify, limits.max_running * (1 + max_length)),
+            prompts=self._stepped_below(make_curve(self._prompts, verify, has_graphs, target)),
+            first_draft=self._stepped(first, limits.max_running),
+            next_draft=self._stepped(following, limits.max_running),
+            catch_up=self._stepped_below(make_curve(catch_up, first, has_graphs, draft)),
+            host=float(np.median(self._host)) if self._host else assumed.host if assumed is not None else 0.0,
+        )
+
+    def _first_drafts(self) -> list[Sample]:
+        """By requests."""
+        graph_size = self._subject.graph_size
+        return [
+            Sample(graph_size(requests), context, _first_token(seconds))
+            for (requests, _, context), seconds in self._drafts.items()
+        ]
+
+    def _first_forwards(self) -> list[Sample]:
+        """The same by rows, as the curve of catching up counts them."""
+        return [Sample(rows, context, _first_token(seconds)) for (_, rows, context), seconds in self._drafts.items()]
+
+    def _next_drafts(self) -> list[Sample]:
+        graph_size = self._subject.graph_size
+        return [
+            Sample(graph_size(requests), context, _next_token(_first_token(seconds), seconds[length], length))
+            for (requests, _, context), seconds in self._drafts.items()
+            for length in seconds
+            if length > SHORT_DRAFT
+        ]
+
+    def _stepped(self, curve: Curve, most_rows: int) -> Curve:
+        """A point for every graph size up to the one that holds `most_rows`; sizes not measured are interpolated."""
+        graphs = self._subject.how.graph_rows
+        if not graphs or curve is NOTHING:
+            return curve
+        sizes = [size for size in graphs if size <= self._subject.graph_size(min(most_rows, graphs[-1]))]
+        return _with_steps(curve, sizes, sizes[-1])
+
+    def _stepped_below(self, curve: Curve) -> Curve:
+        """A point for every graph size of steps with prompts; larger row counts run without graphs."""
+        sizes = [size for size in self._subject.how.mixed_rows if size <= self._subject.limits.max_batch_tokens]
+        if not sizes or curve is NOTHING:
+            return curve
+        return _with_steps(curve, [*sizes, *(rows for rows in curve.rows if rows > sizes[-1])], sizes[-1])
+
+
+def _with_steps(curve: Curve, sizes: Sequence[int], stepped_to: int) -> Curve:
+    seconds = curve(np.array(sizes), 0.0)
+    per_token = np.maximum(curve(np.array(sizes), 1.0) - seconds, 0.0)
+    return Curve(tuple(sizes), tuple(seconds.tolist()), tuple(per_token.tolist()), stepped_to)
+
+
+def _first_token(seconds: Mapping[int, float]) -> float:
+    """Of a draft, from seconds by length. If no draft of one token was measured, all its tokens count alike."""
+    length = min(seconds)
+    return seconds[length] / max(length, SHORT_DRAFT)
+
+
+def _next_token(first: float, whole: float, length: int) -> float:
+    """Of each token behind the first. It reads the same weights, so it is not free, whatever noise says."""
+    return max((whole - first) / (length - SHORT_DRAFT), MIN_NEXT_SHARE * first)
+
+
+def make_curve(
+    samples: Iterable[Sample], default: Curve = NOTHING, one_slope: bool = False, prior: Curve | None = None
+) -> Curve:
+    """A point for each row count; more rows never take less time.
+
+    Row counts with one measured context take the seconds per token from the others. `one_slope`: all row counts share
+    the median seconds per token, so that noise of large steps is not taken for a cost of context. `prior`, an assumed
+    curve, gives the seconds per token where no row count has two contexts, and continues the curve below and above the
+    measured row counts. `default`: the curve if there are no samples.
+    """
+    groups: defaultdict[int, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        groups[sample.rows].append(sample)
+    if not groups:
+        return default if default is not NOTHING or prior is None else prior
+    lines = {rows: fit_line(group) for rows, group in sorted(groups.items()) if _num_contexts(group) > 1}
+    slopes = [slope for _, slope in lines.values()]
+    points = []
+    for rows, group in sorted(groups.items()):
+        if rows in lines and not one_slope:
+            points.append((rows, *lines[rows]))
+            continue
+        slope = 0.0
+        if lines:
+            slope = float(np.median(slopes) if one_slope else np.interp(rows, list(lines), slopes))
+        elif prior is not None:
+            slope = _ratio_to(prior, group) * float(prior(rows, 1.0) - prior(rows, 0.0))
+        points.append((rows, _at_slope(group, slope), slope))
+    if prior is not None and prior is not NOTHING:
+        points = _continued(points, prior)
+    rows_of, seconds, per_token = zip(*points, strict=True)
+    return Curve(rows_of, seconds, per_token).monotone()
+
+
+def _ratio_to(prior: Curve, samples: Sequence[Sample]) -> float:
+    """Median of measured / assumed seconds."""
+    assumed = [float(prior(each.rows, each.context)) for each in samples]
+    ratios = [each.seconds / seconds for each, seconds in zip(samples, assumed, strict=True) if seconds > 0]
+    return float(np.median(ratios)) if ratios else 1.0
+
+
+def _continued(points: list[tuple[int, float, float]], prior: Curve) -> list[tuple[int, float, float]]:
+    """With the prior's points below and above the measured row counts, scaled to meet the nearest measured point."""
+
+    def scaled(rows: int, nearest: tuple[int, float, float]) -> tuple[int, float, float]:
+        base = float(prior(nearest[0], 0.0))
+        factor = nearest[1] / base if base > 0 and nearest[1] > 0 else 1.0
+        return rows, factor * float(prior(rows, 0.0)), nearest[2]
+
+    first, last = points[0], points[-1]
+    below = [scaled(rows, first) for rows in prior.rows if rows < first[0]]
+    above = [scaled(rows, last) for rows in prior.rows if rows > last[0]]
+    return [*below, *points, *above]
+
+
+def _num_contexts(samples: Sequence[Sample]) -> int:
+    return len({sample.context for sample in samples})
+
+
+def _at_slope(samples: Sequence[Sample], slope: float) -> float:
+    """Seconds without context, given the seconds per token."""
+    return max(0.0, float(np.median([sample.seconds - slope * sample.context for sample in samples])))
+
+
+def fit_line(samples: Sequence[Sample]) -> tuple[float, float]:
+    """Seconds without context and per token, both at least 0: least squares of relative errors."""
+    context, seconds = (np.array([getattr(each, name) for each in samples], float) for name in ("context", "seconds"))
+    if not seconds.all():
+        return float(np.median(seconds)), 0.0
+    base, slope = np.linalg.lstsq(np.stack((1 / seconds, context / seconds), axis=1), np.ones_like(seconds))[0]
+    if slope < 0:
+        return float(np.median(seconds)), 0.0
+    if base < 0:
+        return 0.0, float(np.median(seconds / context))
+    return float(base), float(slope)
+
+
+def errors_of(cost: ProfiledCost, several: Iterable[Measured]) -> dict[str, float]:
+    """Mean and worst error of predictions, as shares, on steps that the profile was not made from."""
+    found = defaultdict(list)
+    for measured in several:
+        predicted = cost.parts(measured.plan)
+        for name in ("verify", "draft"):
+            seconds = getattr(measured, name)
+            if seconds > 0 and getattr(predicted, name) > 0:
+                found[name].append(abs(getattr(predicted, name) / seconds - 1))
+    means = {name: float(np.mean(errors)) for name, errors in found.items()}
+    return means | {f"{name}_worst": max(errors) for name, errors in found.items()}

@@ -1,0 +1,39 @@
+"""When drafting stops."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from faser.rules.stopping import Stopping, WatchedPlan
+
+
+def test_another_token_is_drafted_if_it_is_worth_its_cost():
+    rule = Stopping(np.full((3, 4), 0.8), np.array([0.0, 1.0, 1.0, 1.0]), 2.0, (0.0, 1.0))
+    both = np.array([0, 2])
+    watch = rule.watch(both)
+    assert watch.goes_on([0.9, 0.9]), "2 × (0.72 + 0.72) > 1"
+    assert not watch.goes_on([0.3, 0.2]), "2 × 0.8 × (0.27 + 0.18) < 1"
+    assert not rule.watch(both[:1]).goes_on([0.6]), "2 × 0.48 < 1"
+
+
+def test_a_watched_draft_that_has_ended_counts_no_more():
+    rule = Stopping(np.full((2, 4), 1.0), np.array([0.0, 1.0, 0.6, 0.6]), 1.0, (0.0, 1.0))
+    watch = rule.watch(np.arange(2))
+    assert watch.goes_on([0.7, 0.7])
+    assert not watch.goes_on([0.7]), "0.49, of the first alone"
+
+
+def test_a_rule_can_be_cut_to_some_requests_and_spread_over_more():
+    rule = Stopping(np.array([[0.1], [0.2]]), np.zeros(1), 1.0, (0.0, 1.0))
+    spread = rule.spread(np.array([False, True, False, True]))
+    assert spread.rates[:, 0].tolist() == [0.0, 0.1, 0.0, 0.2]
+    assert spread.of(np.array([False, True, True, False])).rates[:, 0].tolist() == [0.1, 0.0]
+
+
+def test_a_plan_is_watched_in_its_own_order():
+    """The requests that may still draft are the second and third; NaN is a draft that was never made."""
+    rule = Stopping(np.full((3, 4), 1.0), np.array([0.0, 0.5, 0.9, 0.9]), 1.0, (0.0, 1.0))
+    watched = WatchedPlan(rule, np.array([1, 3, 2]))
+    confidence = np.array([[0.99, np.nan, np.nan], [0.4, 0.9, np.nan], [0.3, np.nan, np.nan]])
+    assert watched.goes_on(confidence, 1), "0.4 + 0.3 > 0.5"
+    assert not watched.goes_on(confidence, 2), "0.4 × 0.9 < 0.9, of the second alone"

@@ -1,0 +1,82 @@
+"""A quick profile is completed in idle moments."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from faser.cost.profile import Profile
+from tests.runtime.profiling.engines import Costly, make_full, stub
+from tests.runtime.profiling.machine import CPU, LIMITS, Simulated, machine
+from tests.test_exactness import assert_equal, make_engine, make_requests, reference, serve
+
+
+def test_idle_moments_complete_the_profile_and_keep_it(pair, cache, monkeypatch):
+    monkeypatch.setattr("faser.cost.profile.MAX_KEPT_ERROR", 100.0)
+    target, draft = pair
+    requests = make_requests(target.config)
+    right = reference(target, requests)
+    engine = make_engine(target, draft, Costly())
+    assert engine.cost.profile.kind == "quick"
+    assert not cache.exists()
+    more, moments = True, 0
+    while more:
+        if moments % 7 == 3:  # requests come in between, and what they left in the prefix cache is found
+            assert_equal(serve(engine, requests), right)
+        more = engine.use_idle_moment()
+        engine.scheduler.check()
+        moments += 1
+    assert engine.scheduler.num_prefix_hits > 0
+    assert engine.cost.profile.kind == "idle"
+    (path,) = (cache / "profiles").iterdir()
+    assert Profile.load(path) == engine.cost.profile
+    assert_equal(serve(engine, requests), right)
+
+
+def test_a_full_profile_replaces_one_of_idle_moments(pair, cache, monkeypatch):
+    measured = stub(monkeypatch)
+    monkeypatch.setattr("faser.cost.profile.MAX_KEPT_ERROR", 100.0)
+    engine = make_engine(*pair, Costly())
+    while engine.use_idle_moment():
+        pass
+    assert make_engine(*pair, Costly()).cost.profile.kind == "idle"
+    assert make_full(*pair, Costly()).cost.profile.kind == "measured"
+    assert len(measured) == 1
+
+
+def test_a_made_up_step_that_fails_leaves_nothing_behind(pair, cache):
+    discarded = []
+
+    class Asynchronous(Simulated):
+        submit = collect = go_on = may_run_ahead = None
+
+        def discard(self) -> None:
+            discarded.append(True)
+
+    engine = make_engine(*pair, Costly())
+    engine._async = Asynchronous(machine(CPU), LIMITS, 10, 16)
+    engine._on_idle = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.use_idle_moment()
+    assert discarded == [True]
+
+
+def test_idle_moments_leave_the_prefix_cache_alone(pair, cache):
+    """Where only cached pages are left there is nothing to measure on."""
+    target, draft = pair
+    engine = make_engine(target, draft, Costly(), num_pages=24, max_model_len=80)
+    serve(engine, make_requests(target.config))
+    pool = engine.scheduler.target_pages
+    cached = pool.num_available - pool.num_free
+    assert cached > 0
+    while engine.use_idle_moment():
+        assert pool.num_available - pool.num_free == cached
+    assert pool.num_available - pool.num_free == cached
+
+
+def test_no_idle_moment_is_used_while_there_are_requests(pair, cache):
+    target, draft = pair
+    engine = make_engine(target, draft, Costly())
+    engine.add(make_requests(target.config)[0])
+    assert not engine.use_idle_moment()
+    assert engine.scheduler.lend_slots(np.array([1])) is None
