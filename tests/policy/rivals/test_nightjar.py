@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from faser.policy.rivals.nightjar import LONGEST, LONGEST_BLOCK, TRIAL, Nightjar
+from faser.policy.rivals.nightjar import LONGEST, MAX_BLOCK, FIRST_PLAYS, Nightjar
 from tests.policy.profiles import MS, make_outcome, make_view
 
 Losses = dict[int, float]  # ms per token of a request, by length
@@ -37,7 +37,7 @@ def play(
 
 
 def test_every_arm_is_tried_before_one_is_preferred():
-    given = play(Nightjar(), SPECULATION_PAYS, 6 * TRIAL)
+    given = play(Nightjar(), SPECULATION_PAYS, 6 * FIRST_PLAYS)
     assert set(given) == set(range(LONGEST + 1))
 
 
@@ -53,10 +53,10 @@ def test_the_best_arm_is_found_and_exploration_stays_bounded(losses, best):
 
 
 def test_arms_are_kept_for_a_bin():
-    given = np.array(play(Nightjar(), SPECULATION_PAYS, 6000))[2 * LONGEST_BLOCK :]
+    given = np.array(play(Nightjar(), SPECULATION_PAYS, 6000))[2 * MAX_BLOCK :]
     changes = np.flatnonzero(np.diff(given))
     assert changes.size
-    assert np.diff(changes).min() >= int(LONGEST_BLOCK**0.5)
+    assert np.diff(changes).min() >= int(MAX_BLOCK**0.5)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def longest_pause(given: list[int]) -> int:
 
 def test_speculation_is_not_resumed_for_less_than_its_catch_up_costs():
     nearly_even = {0: 4.0, 1: 3.9, 2: 4.1, 3: 4.2, 4: 4.3, 5: 4.4}
-    bin_size = int(LONGEST_BLOCK**0.5)
+    bin_size = int(MAX_BLOCK**0.5)
     kept_up = play(Nightjar(), nearly_even, 8000, size=64)
     behind = play(Nightjar(), nearly_even, 8000, size=64, lag_after_off=500)
     assert longest_pause(kept_up[1000:]) <= 2 * bin_size
@@ -102,7 +102,7 @@ def test_the_same_seed_explores_alike_and_another_does_not():
 def test_steps_that_are_not_the_arms_own_teach_nothing():
     policy, taught = Nightjar(), Nightjar()
     for each in (policy, taught):
-        play(each, SPECULATION_PAYS, 6 * TRIAL)
+        play(each, SPECULATION_PAYS, 6 * FIRST_PLAYS)
     for length in range(LONGEST + 1):
         drafted = [length] * 16
         taught.learn(make_outcome(drafted, 0, seconds=9.0, prefill_rows=100))  # it had prompts in it
@@ -114,7 +114,7 @@ def test_steps_that_are_not_the_arms_own_teach_nothing():
 
 def test_a_step_cut_by_limits_counts_for_the_longest_length_drafted():
     policy = Nightjar()
-    play(policy, SPECULATION_PAYS, 6 * TRIAL)
+    play(policy, SPECULATION_PAYS, 6 * FIRST_PLAYS)
     for _ in range(400):  # somebody has opted out, somebody is at the end: still steps of length 5, and the best
         policy.learn(make_outcome([0, 2] + [5] * 14, [0, 2] + [5] * 14, seconds=MS))
     given = play(policy, SPECULATION_PAYS, 30)
