@@ -184,7 +184,7 @@ def with_traffic(prompt_rows: int, steps: int = 3) -> Adaptive:
 
 def test_the_coming_batch_is_as_large_as_recent_prompts_will_make_it():
     view, cost = make_view(16, **GOOD), ProfiledCost(H200)
-    sizes = [with_traffic(rows)._coming_size(view, cost) for rows in (0, 25, 50, 500)]
+    sizes = [with_traffic(rows)._coming_size(view, cost) for rows in (0, 60, 120, 500)]
     assert sizes[0] == 16, "no prompts, no growth"
     assert sizes[0] < sizes[1] < sizes[2] < sizes[3] == MAX_RUNNING
     assert with_traffic(500)._coming_size(make_view(300, **GOOD), cost) == 300

@@ -143,13 +143,13 @@ def calibration(dropped_share: float, false_share: float) -> dict:
 @pytest.mark.parametrize(("false_share", "pays"), [(0.0, True), (0.3, False)])
 def test_wrongly_dropped_drafts_count_as_a_loss(false_share, pays):
     exits = EarlyExit("auto", LAYERS, cost_with(1e-5))
-    exits.restore(calibration(0.5, false_share))
+    exits.restore(calibration(0.7, false_share))
     assert (exits.rule_for(plan_of(32, 3)) is not None) == pays
 
 
 def test_the_rule_drops_at_the_layer_that_saves_most_and_nothing_that_reaches_no_smaller_size():
     exits = EarlyExit("auto", LAYERS, cost_with(1e-3))
-    exits.restore(calibration(0.5, 0.0))
+    exits.restore(calibration(0.7, 0.0))
     rule = exits.rule_for(plan_of(32, 3))
     assert rule is not None
     assert rule.layers == (0,), "the check before the first layer is free, and saves the whole forward"
