@@ -36,7 +36,7 @@ from faser.runtime.cpu.attention import CpuAttention
 from faser.runtime.cpu.rows import Rows
 from faser.runtime.kv_cache import KVCache
 
-PROMPTS = "faser/bench/data/specbench.jsonl.xz"
+PROMPTS = "faser/traffic/data/specbench.jsonl.xz"
 PAGE = 16
 
 

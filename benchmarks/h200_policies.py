@@ -34,16 +34,16 @@ from benchmarks.ablation import LADDER, Ablated, Parts, explained
 from benchmarks.h200_common import Journal, refuse_missing, shared_parser
 from benchmarks.h200_trace import load_faser, models_job, new_document, read_document, vocabulary_of, write_whole
 from faser.bench.command import expand_policies
-from faser.bench.document import Document, RunDocument
-from faser.bench.play import play, take_policy, warm_ups_of
-from faser.bench.records import Workload
 from faser.bench.report import write_report
 from faser.bench.results import run_document
-from faser.bench.summary import group_runs
 from faser.bench.table import render
-from faser.bench.workload import Load, WorkloadOptions, make_workload
 from faser.engine.engine import Engine
 from faser.policy import Policy, make_policy
+from faser.traffic.document import Document, RunDocument
+from faser.traffic.play import play, take_policy, warm_ups_of
+from faser.traffic.records import Workload
+from faser.traffic.summary import group_runs
+from faser.traffic.workload import Load, WorkloadOptions, make_workload
 
 POLICIES = "off,fixed:1..5,table,goodput,ema,adaspec,tetris,nightjar,faser-gp,faser"
 # requests of a closed loop, by how many are open: some seconds each, more where few tokens make chance

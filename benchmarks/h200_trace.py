@@ -68,12 +68,12 @@ from benchmarks.h200_common import (
 from benchmarks.h200_report import Figures, failures, latest, read_journal
 
 if TYPE_CHECKING:
-    from faser.bench.document import Document, RunDocument
-    from faser.bench.records import Workload
-    from faser.bench.summary import Slo
     from faser.bench.systems import Loaded, PolicySystem
-    from faser.bench.workload import Vocabulary, WorkloadOptions
     from faser.engine.engine import Engine
+    from faser.traffic.document import Document, RunDocument
+    from faser.traffic.records import Workload
+    from faser.traffic.summary import Slo
+    from faser.traffic.workload import Vocabulary, WorkloadOptions
 
 DEFAULTS: dict[str, Any] = {
     "policies": ("off", "fixed:2", "fixed:4"), "vllm_lengths": (0, 2), "loads": (0.2, 0.5, 0.8, 1.1, 1.5),
@@ -87,7 +87,7 @@ TRAFFIC = (
     "trace", "loads", "rate", "span", "max_prompt", "max_output", "max_running", "max_model_len", "batch_tokens",
     "seed", "tiny",
 )  # fmt: skip
-PROMPTS = ROOT / "faser" / "bench" / "data" / "specbench.jsonl.xz"
+PROMPTS = ROOT / "faser" / "traffic" / "data" / "specbench.jsonl.xz"
 
 MOST_SECONDS = {"models": 150.0, "faser": 520.0, "vllm": 520.0}  # of a process; a hung one is ended
 LEAST_SECONDS = {"models": 20.0, "faser": 60.0, "vllm": 80.0}  # with less left none is started
@@ -223,9 +223,9 @@ class FaserRuns:
         return any((run.system, run.rate) == (system, rate) for run in self.runs)
 
     def play(self, system: PolicySystem, load: float, rate: float, workload: Workload) -> None:
-        from faser.bench.play import no_update
         from faser.bench.results import run_document
-        from faser.bench.workload import Load
+        from faser.traffic.play import no_update
+        from faser.traffic.workload import Load
 
         if self.has(system.name, rate):
             return
@@ -243,8 +243,8 @@ class FaserRuns:
 
 
 def run_faser(args: argparse.Namespace, journal: Journal) -> None:
-    from faser.bench.summary import Slo
     from faser.bench.systems import PolicySystem
+    from faser.traffic.summary import Slo
 
     loaded = load_faser(args)
     off = PolicySystem(loaded.engine, "off", 0.0)
@@ -281,7 +281,7 @@ def ladder(engine: Engine, policies: Iterable[str]) -> list[PolicySystem]:
 
 def play_faser(runs: FaserRuns, systems: Sequence[PolicySystem]) -> None:
     """Policies are innermost, so that a slow drift meets all alike."""
-    from faser.bench.workload import load_workload
+    from faser.traffic.workload import load_workload
 
     args, journal = runs.args, runs.journal
     rates = args.files.rates()
@@ -331,9 +331,9 @@ def vocabulary_of(args: argparse.Namespace, loaded: Loaded) -> Vocabulary:
 
 
 def new_document(args: argparse.Namespace, loaded: Loaded) -> Document:
-    from faser.bench.document import Document
-    from faser.bench.summary import Slo
     from faser.bench.systems import describe_machine
+    from faser.traffic.document import Document
+    from faser.traffic.summary import Slo
 
     about = {**loaded.about, **describe_machine(), "slo": dict(Slo.parse(args.slo).most)}
     if not args.tiny:
@@ -343,15 +343,15 @@ def new_document(args: argparse.Namespace, loaded: Loaded) -> Document:
 
 
 def read_document(path: Path) -> Document:
-    from faser.bench.document import Document
+    from faser.traffic.document import Document
 
     return Document.from_dict(read_json(path))
 
 
 def make_plan(args: argparse.Namespace, journal: Journal, off: PolicySystem, vocabulary: Vocabulary) -> Figures:
     """Find the rate, write the workloads, and return what they are."""
-    from faser.bench.traces import Timing
-    from faser.bench.workload import Load, WorkloadOptions, describe_loads, make_workload, save_workload
+    from faser.traffic.traces import Timing
+    from faser.traffic.workload import Load, WorkloadOptions, describe_loads, make_workload, save_workload
 
     traffic = WorkloadOptions(
         trace=args.trace,
@@ -377,7 +377,7 @@ def saturation_rate(
     args: argparse.Namespace, off: PolicySystem, traffic: WorkloadOptions, vocabulary: Vocabulary
 ) -> float:
     """Requests that end a second in a closed loop, from the first end until nobody is left to send."""
-    from faser.bench.workload import Load, make_workload
+    from faser.traffic.workload import Load, make_workload
 
     size: int = args.max_running
     number, ended = LOOP_ROUNDS * size, 0
@@ -504,8 +504,8 @@ def until_of(end: float, own: float, later: float) -> float:
 def collect(args: argparse.Namespace, journal: Journal) -> Document | None:
     """Everything measured so far as one document; None where that is nothing."""
     from faser.bench.results import read_against
-    from faser.bench.summary import Slo, group_runs
-    from faser.bench.workload import Load
+    from faser.traffic.summary import Slo, group_runs
+    from faser.traffic.workload import Load
 
     if not args.files.faser.is_file():
         return None
@@ -637,10 +637,10 @@ def parse_args(given: Sequence[str]) -> argparse.Namespace:
 
 def refuse(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Everything that would otherwise fail after minutes on a GPU."""
-    from faser.bench.summary import Slo
-    from faser.bench.traces import read_trace
     from faser.errors import ConfigError
     from faser.policy import make_policy
+    from faser.traffic.summary import Slo
+    from faser.traffic.traces import read_trace
 
     report = None if args.report_only is None else args.report_only / "results.json"
     refuse_missing(parser, args, report)

@@ -22,7 +22,7 @@ from faser.policy import Fixed
 from faser.policy.overlap import Overlap
 from faser.request import Request, SamplingParams
 
-PROMPTS = "faser/bench/data/specbench.jsonl.xz"
+PROMPTS = "faser/traffic/data/specbench.jsonl.xz"
 
 
 def main() -> None:

@@ -41,7 +41,6 @@ from benchmarks.cuda_steps import make_model, run_batch
 from benchmarks.h200_common import DRAFT, inflated_pair
 from faser.arrays import IntArray
 from faser.bench.systems import load_vocabulary
-from faser.bench.workload import Load, WorkloadOptions, make_workload
 from faser.build import build_engine
 from faser.config import EngineOptions
 from faser.cost.profile import Beside, ProfiledCost
@@ -52,6 +51,7 @@ from faser.policy import BatchView, Fixed, Policy, make_policy
 from faser.policy.overlap import Chunks, Overlap, lead_speed, plain_speed, ride_speed, worthwhile
 from faser.runtime.device import make_device
 from faser.step import MOST_DRAFT_ROWS
+from faser.traffic.workload import Load, WorkloadOptions, make_workload
 from tools.inflate import SHAPES
 
 PROMPT = 128

@@ -21,13 +21,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from faser.bench.document import Document, RunDocument
 from faser.bench.estimate import MARGIN, SIZES, Estimate, calibrate, default_rate, in_words, rounded_up
-from faser.bench.play import REAL_CLOCK, Clock, Update, never, no_update
-from faser.bench.records import Workload
 from faser.bench.remote import Remote
 from faser.bench.results import read_against, run_document
-from faser.bench.summary import Slo, group_runs
 from faser.bench.systems import (
     PolicySystem,
     RemoteSystem,
@@ -37,8 +33,17 @@ from faser.bench.systems import (
     load_vocabulary,
 )
 from faser.bench.table import render
-from faser.bench.traces import Timing
-from faser.bench.workload import (
+from faser.cli import arguments
+from faser.config import DEFAULT_POLICY, NO_DRAFT, EngineOptions
+from faser.errors import ConfigError
+from faser.policy import MAX_LENGTH, make_policy
+from faser.progress import progress_bar
+from faser.traffic.document import Document, RunDocument
+from faser.traffic.play import REAL_CLOCK, Clock, Update, never, no_update
+from faser.traffic.records import Workload
+from faser.traffic.summary import Slo, group_runs
+from faser.traffic.traces import Timing
+from faser.traffic.workload import (
     Load,
     Vocabulary,
     WorkloadOptions,
@@ -54,11 +59,6 @@ from faser.bench.workload import (
     probe_items,
     save_workload,
 )
-from faser.cli import arguments
-from faser.config import DEFAULT_POLICY, NO_DRAFT, EngineOptions
-from faser.errors import ConfigError
-from faser.policy import MAX_LENGTH, make_policy
-from faser.progress import progress_bar
 
 FAILED = 1  # exit status, as cli.py has it; after a signal it is 128 + its number, as shells have it
 
@@ -386,7 +386,7 @@ def bench(args: argparse.Namespace) -> int:
         _say(session.announcement())
         if args.save_workload is not None:
             _save_all(session.played, Path(args.save_workload).expanduser())
-        return play_and_tell(args, session, about, write_report)
+        return play_and_report(args, session, about, write_report)
 
 
 def size_traffic(asked: Asked, system: System, vocabulary: Vocabulary | None) -> tuple[Asked, Estimate]:
@@ -408,7 +408,7 @@ def size_traffic(asked: Asked, system: System, vocabulary: Vocabulary | None) ->
     return asked, Estimate(paces)
 
 
-def play_and_tell(
+def play_and_report(
     args: argparse.Namespace,
     session: Session,
     about: Mapping[str, Any],

@@ -13,8 +13,8 @@ from itertools import cycle, islice
 
 import numpy as np
 
-from faser.bench.play import warm_ups_of
-from faser.bench.records import Item, Run, Workload
+from faser.traffic.play import warm_ups_of
+from faser.traffic.records import Item, Run, Workload
 
 SIZES = (1, 4, 16, 64, 256)  # requests at once in a calibration
 PAYS = 1.3  # a size pays if it answers this many times the requests per second of the size before

@@ -13,7 +13,7 @@ from itertools import cycle
 from typing import Any
 
 from faser.bench.charts import MARKERS, Look
-from faser.bench.document import GroupDocument
+from faser.traffic.document import GroupDocument
 
 OTHER_LOOKS = tuple(Look(colour, dash, 2) for dash in ("6 4", "2 4") for colour in ("violet", "pink", "sky", "red"))
 POLICY_LOOKS = tuple(

@@ -16,9 +16,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from faser.bench.client import Answer, Connection, events, request_head
-from faser.bench.play import Update, never, no_update, seconds_of
-from faser.bench.records import Item, Record, Run, Workload
 from faser.errors import ConfigError, RemoteError
+from faser.traffic.play import Stopped, Update, never, no_update, seconds_of
+from faser.traffic.records import Item, Record, Run, Workload
 
 CONNECT_SECONDS = 10.0
 CLOSING_SECONDS = 5.0  # for what was open when a run is interrupted
@@ -183,7 +183,7 @@ def play_remote(
     workload: Workload,
     system: str,
     *,
-    stopped: Callable[[], bool] = never,
+    stopped: Stopped = never,
     update: Update = no_update,
 ) -> Run:
     """One run. It ends with its last request, or early, and then partial, when `stopped` says so."""
@@ -202,7 +202,7 @@ class _Play:
     def _now(self) -> float:
         return time.perf_counter() - self._started
 
-    async def run(self, system: str, stopped: Callable[[], bool], update: Update) -> Run:
+    async def run(self, system: str, stopped: Stopped, update: Update) -> Run:
         if self._workload.concurrency is not None:
             pending = {asyncio.create_task(self._send_in_turn()) for _ in range(self._workload.concurrency)}
         else:

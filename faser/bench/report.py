@@ -31,9 +31,9 @@ from markupsafe import Markup
 
 from faser.bench import charts
 from faser.bench.charts import Axis, Bar, Line, Look, Panel, Point, Size, Stack, Trace
-from faser.bench.document import Document, GroupDocument, RunDocument, Spread
 from faser.bench.legend import System, systems_of
-from faser.bench.records import Moment
+from faser.traffic.document import Document, GroupDocument, RunDocument, Spread
+from faser.traffic.records import Moment
 
 TEMPLATE = Path(__file__).with_name("report.html")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -44,7 +44,6 @@ HALF, FULL, NARROW = 508, 1050, 334  # pixels: a chart beside another, alone, on
 PHASES = {
     "draft": Look("orange"),
     "verify": Look("blue"),
-    "exit check": Look("purple"),
     "host": Look("brown"),
     "idle": Look("idle", pale=True),
 }

@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from faser.bench.document import FIGURES, Document, RunDocument
-from faser.bench.records import Record, Run
-from faser.bench.summary import Slo, categories, summarize
-from faser.bench.workload import Load
 from faser.errors import ConfigError
+from faser.traffic.document import FIGURES, Document, RunDocument
+from faser.traffic.records import Record, Run
+from faser.traffic.summary import Slo, categories, summarize
+from faser.traffic.workload import Load
 
 NEAR = 0.05  # two rates this close, as a share of one, are the same load
 

@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
-from faser.bench.play import REAL_CLOCK, Clock, Update, play, set_policy, warm_ups_of
-from faser.bench.prompts import Encode, enclosing_tokens
-from faser.bench.records import Run, Workload
 from faser.bench.remote import Remote, play_remote
-from faser.bench.workload import Vocabulary
 from faser.config import NO_DRAFT, EngineOptions
 from faser.engine.engine import Engine
 from faser.errors import EngineError
 from faser.machine import processor_name
-
-Stopped = Callable[[], bool]
+from faser.traffic.play import REAL_CLOCK, Clock, Stopped, Update, play, set_policy, warm_ups_of
+from faser.traffic.prompts import Encode, enclosing_tokens
+from faser.traffic.records import Run, Workload
+from faser.traffic.workload import Vocabulary
 
 
 class System(Protocol):

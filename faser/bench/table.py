@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from faser.bench.document import Document, GroupDocument
+from faser.traffic.document import Document, GroupDocument
 
 BEST = "*"
 
@@ -75,9 +75,14 @@ def _table(groups: Sequence[GroupDocument], reference: str | None, title: str) -
         if against is not None:
             cells += [_ratio(group, against, "output_tokens_per_s"), _ratio(against, group, "latency_per_token_mean")]
         rows.append(cells)
+    return f"{title}\n{aligned(rows)}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Lines of columns, the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
-    return "\n".join([title, *lines])
+    return "\n".join(lines)
 
 
 def _median(group: GroupDocument, figure: str) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from faser.bench.play import Clock
+from faser.traffic.play import Clock
 
 
 class VirtualTime:

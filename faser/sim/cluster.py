@@ -7,16 +7,16 @@ is computed, so the router never knows more than a router would.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from math import inf
 
 from faser.arrays import IntArray
-from faser.bench.play import Ledger, Update, never, no_update, seconds_of
-from faser.bench.records import Run, Workload
 from faser.request import Progress
 from faser.sim.replica import Replica
+from faser.traffic.play import Ledger, Stopped, Update, never, no_update, seconds_of
+from faser.traffic.records import Run, Workload
 
 
 class Router:
@@ -63,7 +63,7 @@ def play_cluster(
     workload: Workload,
     system: str,
     *,
-    stopped: Callable[[], bool] = never,
+    stopped: Stopped = never,
     update: Update = no_update,
 ) -> Run:
     """One run through fresh replicas. It ends early, and then partial, when `stopped` says so."""
@@ -81,7 +81,7 @@ class _Cluster:
         self._resting = set(range(len(replicas)))
         self._steps: list[tuple[float, int, list[Progress]]] = []  # heap: when a replica's step ends, what it brings
 
-    def run(self, system: str, stopped: Callable[[], bool], update: Update) -> Run:
+    def run(self, system: str, stopped: Stopped, update: Update) -> Run:
         while self._next < len(self._workload.items) or self._ledger.num_open:
             if stopped():
                 return self._result(system, partial=True)
@@ -137,7 +137,6 @@ class _Cluster:
             phases={
                 "draft": draft,
                 "verify": verify,
-                "exit check": 0.0,
                 "host": max(0.0, busy - draft - verify),
                 "idle": max(0.0, len(stats) * wall - busy),
             },

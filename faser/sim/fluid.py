@@ -1,24 +1,23 @@
 """A cluster too large for every step of every replica: decoding as a flow, prompts step by step.
 
-Each replica serves as `Pace` says: between two events the requests that decode on it all get tokens at the same even
-rate, so that a request ends when the replica's count of tokens reaches the request's own; prompts are read in steps of
-their own, which hold the others up as they do in the scheduler. Events per request, not steps, are what it costs.
+Each replica serves as its `ThroughputTable` says. Between two events all requests that decode on it get tokens at one
+rate, so a request ends when the replica's count of tokens reaches the request's own. Prompts are read in steps of their
+own, during which the others wait as they do in the scheduler. The cost grows with the number of requests, not of steps.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
 from math import inf
 
-from faser.bench.play import Update, never, no_update, seconds_of
-from faser.bench.records import Item, Record, Run, Workload
 from faser.engine.prompt_pace import ALONE, GPU
 from faser.errors import RequestTooLong
 from faser.sim.cluster import Router, per_gpu
-from faser.sim.pace import Pace
 from faser.sim.replica import Machine
+from faser.sim.throughput import ThroughputTable
+from faser.traffic.play import Stopped, Update, never, no_update, seconds_of
+from faser.traffic.records import Item, Record, Run, Workload
 
 ALMOST = 1e-6  # tokens: what rounding may leave of a request
 SEEN_AFTER = 0.5  # steps, on average, until the end of the one during which a request came
@@ -37,16 +36,16 @@ class _Requests:
 
 
 class _Tables:
-    """A pace as lists, which are faster to look up in, and the same for all replicas."""
+    """A ThroughputTable as lists, which are faster to index than arrays; all replicas share it."""
 
-    def __init__(self, pace: Pace) -> None:
-        self.step: list[float] = pace.step.tolist()
-        self.rate: list[float] = (pace.gain / pace.step).tolist()  # tokens per second
-        self.prompt_step: list[float] = pace.prompt_step.tolist()
-        self.prompt_row: list[float] = pace.prompt_row.tolist()
-        self.prompt_gain: list[float] = pace.prompt_gain.tolist()
-        self.prompt_width: list[float] = pace.prompt_width.tolist()
-        self.late_row: list[float] = pace.late_row.tolist()
+    def __init__(self, table: ThroughputTable) -> None:
+        self.step: list[float] = table.step.tolist()
+        self.rate: list[float] = (table.gain / table.step).tolist()  # tokens per second
+        self.prompt_step: list[float] = table.prompt_step.tolist()
+        self.prompt_row: list[float] = table.prompt_row.tolist()
+        self.prompt_gain: list[float] = table.prompt_gain.tolist()
+        self.prompt_width: list[float] = table.prompt_width.tolist()
+        self.late_row: list[float] = table.late_row.tolist()
 
 
 class _Replica:
@@ -178,31 +177,31 @@ class _Replica:
 
 def play_fluid(
     machine: Machine,
-    pace: Pace,
+    table: ThroughputTable,
     num_replicas: int,
     workload: Workload,
     system: str,
     *,
-    stopped: Callable[[], bool] = never,
+    stopped: Stopped = never,
     update: Update = no_update,
 ) -> Run:
     """One run of requests that come by the clock, through so many replicas."""
-    return _Fluid(machine, pace, num_replicas, workload).run(system, stopped, update)
+    return _Fluid(machine, table, num_replicas, workload).run(system, stopped, update)
 
 
 class _Fluid:
-    def __init__(self, machine: Machine, pace: Pace, num_replicas: int, workload: Workload) -> None:
+    def __init__(self, machine: Machine, table: ThroughputTable, num_replicas: int, workload: Workload) -> None:
         self._machine = machine
         self._workload = workload
         self._requests = _Requests(workload)
-        tables = _Tables(pace)
+        tables = _Tables(table)
         self._replicas = [_Replica(machine, tables, self._requests) for _ in range(num_replicas)]
         self._router = Router(num_replicas)
         self._events: list[tuple[float, int]] = []  # heap: when, on which replica; void where it has changed since
         self._errors: dict[int, str] = {}
         self._now = 0.0
 
-    def run(self, system: str, stopped: Callable[[], bool], update: Update) -> Run:
+    def run(self, system: str, stopped: Stopped, update: Update) -> Run:
         for request, item in enumerate(self._workload.items):
             if request % LOOK_EVERY == 0:
                 update(self._requests.num_ended)

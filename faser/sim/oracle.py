@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from faser.arrays import FloatArray, IntArray
-from faser.bench.document import Category, Document
 from faser.errors import ConfigError
+from faser.traffic.document import Category, Document
 
 Flags = NDArray[np.bool_]
 

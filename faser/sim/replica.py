@@ -7,20 +7,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf
+from pathlib import Path
 
 from faser.cost.profile import Profile, ProfiledCost
 from faser.engine.engine import Engine
 from faser.engine.pages import PagePool
 from faser.engine.prompt_pace import GPU, StepPace
-from faser.engine.scheduler import Limits
+from faser.engine.scheduler import Limits, Scheduler
 from faser.errors import ConfigError, RequestTooLong
 from faser.policy import Policy, make_policy
 from faser.policy.overlap import Overlap
 from faser.sim.clock import VirtualTime
 from faser.sim.executor import Noise, SimExecutor, Watch, no_noise
 from faser.sim.oracle import Oracle
-from faser.sim.quiet import QuietScheduler
 from faser.step import StepPlan, StepSeconds
+
+PROFILES = Path(__file__).parent / "profiles"
+
+
+def load_profile(name: str) -> Profile:
+    """A shipped profile by name, or a file."""
+    shipped = {path.stem: path for path in sorted(PROFILES.glob("*.json"))}
+    path = shipped.get(name) or Path(name).expanduser()
+    if not path.is_file():
+        raise ConfigError(
+            f"--profile {name}: no such file; give one that `faser profile` wrote, or one of {', '.join(shipped)}"
+        )
+    return Profile.load(path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +123,7 @@ def make_replica(machine: Machine, policy: str, oracle: Oracle, seed: int = 0, w
         watch=watch,
     )
     pacing = replace(GPU, row_sizes=machine.profile.prompts.sizes)
-    scheduler = QuietScheduler(
+    scheduler = Scheduler(
         limits,
         chosen,
         _pool(machine),
@@ -120,6 +133,7 @@ def make_replica(machine: Machine, policy: str, oracle: Oracle, seed: int = 0, w
         cost=cost if goes_by_cost else None,
         overlap=None if machine.overlap == "off" else Overlap(machine.overlap, guessing=(0,)),
         pace=StepPace(machine.max_step_ms / 1e3, pacing) if machine.max_step_ms else None,
+        reports_every_token=False,
     )
     return Replica(Engine(scheduler, executor, time.now, cost), time)
 

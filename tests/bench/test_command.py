@@ -12,15 +12,15 @@ from dataclasses import replace
 import pytest
 
 from faser.bench import command, report
-from faser.bench import play as player
 from faser.bench.command import Asked
-from faser.bench.document import FIGURES, Document
 from faser.bench.estimate import Estimate, Pace
 from faser.bench.results import read_against
 from faser.bench.table import render
-from faser.bench.workload import Load
 from faser.cli.main import main, make_parser
 from faser.errors import ConfigError, EngineError
+from faser.traffic import play as player
+from faser.traffic.document import FIGURES, Document
+from faser.traffic.workload import Load
 from tests.bench.make_example import PATH, make_example
 from tests.bench.stub_server import BUSY, FINE, serving
 from tests.test_imports import run as behind_the_wall

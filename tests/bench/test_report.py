@@ -19,11 +19,11 @@ from markupsafe import Markup, escape
 from benchmarks.ablation import LADDER, explained
 from faser.bench import charts, legend, report
 from faser.bench.charts import Axis, Bar, Line, Look, Panel, Point, Scale, Size, Stack, Trace
-from faser.bench.document import FIGURES, Category, Document, RunDocument
-from faser.bench.records import Moment, Record
-from faser.bench.summary import group_runs
 from faser.policy import POLICIES as POLICY_NAMES
 from faser.policy import make_policy
+from faser.traffic.document import FIGURES, Category, Document, RunDocument
+from faser.traffic.records import Moment, Record
+from faser.traffic.summary import group_runs
 
 EXAMPLE = Path(__file__).with_name("example.json")
 SHIPPED = Path(__file__).parents[2] / "docs" / "results"

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import h200_policies
 from benchmarks.ablation import LADDER, Ablated
-from faser.bench.document import FIGURES, Document, RunDocument
 from faser.cost.profile import ProfiledCost
+from faser.traffic.document import FIGURES, Document, RunDocument
 from tests.policy.profiles import H200, make_view
 
 

@@ -11,11 +11,11 @@ import pytest
 from benchmarks import h200_trace
 from benchmarks.h200_trace import Work
 from faser.bench import report
-from faser.bench.records import Record
 from faser.bench.systems import PolicySystem
-from faser.bench.traces import Timing
-from faser.bench.workload import Vocabulary, WorkloadOptions
 from faser.policy.overlap import Overlap
+from faser.traffic.records import Record
+from faser.traffic.traces import Timing
+from faser.traffic.workload import Vocabulary, WorkloadOptions
 from tests.benchmarks.fake_vllm import SCRIPT, write_fake_vllm
 
 LOADS = (0.5, 2.0)

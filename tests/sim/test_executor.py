@@ -5,9 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from faser.bench.play import play
-from faser.bench.prompts import Blank
-from faser.bench.records import Item, Workload
 from faser.cost.profile import NOTHING, Beside, Curve, Profile, ProfiledCost
 from faser.engine.engine import AsyncExecutor, Engine
 from faser.engine.pages import PagePool
@@ -19,8 +16,10 @@ from faser.request import Request, SamplingParams
 from faser.sim.clock import VirtualTime
 from faser.sim.executor import Noise, SimExecutor
 from faser.sim.oracle import Draw, Replay
-from faser.sim.replica import Machine, make_replica
-from faser.sim.systems import load_profile
+from faser.sim.replica import Machine, load_profile, make_replica
+from faser.traffic.play import play
+from faser.traffic.prompts import Blank
+from faser.traffic.records import Item, Workload
 from tests.sim.toy import PROFILE, TOY, Known, make_workload, simulate
 
 HOST = 0.0005

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from faser.bench.document import Document
 from faser.errors import ConfigError
 from faser.sim.oracle import Draw, Replay, coins, draw_like, parse_acceptance, rate_of, runs_of
+from faser.traffic.document import Document
 from tests.bench.make_example import PATH
 
 EVERYBODY = ["prose"] * 2000

@@ -29,9 +29,9 @@ from faser.runtime.device import Profiling
 from faser.runtime.profiling import saved as saved_profiles
 from faser.runtime.profiling.profiler import HELD_OUT, Sample, Subject, fit_line, make_curve, measure, measure_quick
 from faser.step import StepPlan, StepResult, StepSeconds
-from tests.bench.simulated import Time
 from tests.test_exactness import assert_equal, make_engine, make_requests, reference, serve
 from tests.tiny import make_draft, make_model
+from tests.traffic.simulated import Time
 
 MS, NS = 1e-3, 1e-9
 LOOK = 0.03 * MS  # at a draft, between two of its tokens
@@ -722,7 +722,7 @@ def test_bench_profiles_for_any_of_its_policies(model, cache, monkeypatch, capsy
     asking = {"costly": Costly(), "off": Fixed(0)}
     monkeypatch.setattr(bench_command, "make_policy", asking.__getitem__)
     monkeypatch.setattr("faser.config.make_policy", asking.__getitem__)
-    monkeypatch.setattr("faser.bench.play.make_policy", asking.__getitem__)
+    monkeypatch.setattr("faser.traffic.play.make_policy", asking.__getitem__)
     traffic = ["--arrivals", "poisson:60", "--duration", "0.1", "--prompt-len", "8", "--output-len", "4"]
     assert main(["bench", *model, "--draft", "ngram", "--policies", "off,costly", *traffic]) == 0
     assert len(measured) == 1

@@ -2,16 +2,16 @@ import json
 import lzma
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from faser.bench.arrivals import parse_arrivals
-from faser.bench.prompts import enclosing_tokens, read_texts
-from faser.bench.records import Item, Workload
-from faser.bench.traces import SHIPPED, Row, Timing, read_trace, retime
-from faser.bench.workload import (
+from faser.errors import ConfigError, InvalidRequest
+from faser.traffic.arrivals import parse_arrivals
+from faser.traffic.prompts import enclosing_tokens, read_texts
+from faser.traffic.records import Item, Workload
+from faser.traffic.traces import SHIPPED, Row, Timing, read_trace, retime
+from faser.traffic.workload import (
     Load,
     Vocabulary,
     WorkloadOptions,
@@ -23,11 +23,9 @@ from faser.bench.workload import (
     own_rate,
     save_workload,
 )
-from faser.errors import ConfigError, InvalidRequest
 
 AROUND = ([1, 2], [3])
 WORDS = Vocabulary(5000, 400, lambda text: [10 + len(word) for word in text.split()], AROUND)
-PEER = Path(__file__).parents[3] / "shared" / "peers" / "vllm_trace.py"
 
 
 def generator():
@@ -317,12 +315,14 @@ def test_a_workload_survives_its_file(tmp_path):
         check_tokens(loaded, 10)
 
 
-@pytest.mark.skipif(not PEER.is_file(), reason="the scripts for other systems are not beside this checkout")
-def test_the_script_for_vllm_reads_what_it_needs_and_ignores_the_rest():
-    source = PEER.read_text()
-    assert "workload = [json.loads(line) for line in open(args.workload)]" in source
-    used = {part.split('"')[0] for part in source.split('request["')[1:]}
-    assert used == {"arrival", "prompt_token_ids", "max_tokens"}
+def test_a_saved_workload_has_the_fields_that_scripts_for_other_systems_read(tmp_path):
+    workload = make(requests=3)
+    save_workload(workload, tmp_path / "w.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "w.jsonl").open()]
+    for line, item in zip(lines, workload.items, strict=True):
+        assert line["arrival"] == item.arrival
+        assert line["prompt_token_ids"] == list(item.prompt_token_ids)
+        assert line["max_tokens"] == item.max_tokens
 
 
 @pytest.mark.parametrize(

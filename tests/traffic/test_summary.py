@@ -1,11 +1,11 @@
 import pytest
 
-from faser.bench.document import FIGURES, RunDocument
-from faser.bench.records import Record, Run
 from faser.bench.results import run_document
-from faser.bench.summary import Slo, categories, group_runs, rank, summarize
-from faser.bench.workload import Load
 from faser.errors import ConfigError
+from faser.traffic.document import FIGURES, RunDocument
+from faser.traffic.records import Record, Run
+from faser.traffic.summary import Slo, categories, group_runs, rank, summarize
+from faser.traffic.workload import Load
 
 RECORDS = (
     Record(0, "a", 5, 0.0, 0.5, 2.5, 5, None, 8, 6, 2, 3, (1, 0, 0, 2)),

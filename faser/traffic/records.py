@@ -73,7 +73,7 @@ class Run:
     system: str  # e.g. "off", "fixed:3", "vLLM K=4"
     records: tuple[Record, ...]
     seconds: float  # from the first arrival to the last token
-    phases: Mapping[str, float] = field(default_factory=dict)  # seconds by phase: draft, verify, exit check, host, idle
+    phases: Mapping[str, float] = field(default_factory=dict)  # seconds by phase: draft, verify, host, idle
     verified_per_position: tuple[int, ...] = ()
     accepted_per_position: tuple[int, ...] = ()
     context_rows: int | None = None  # rows of context the target computed, drafts not counted

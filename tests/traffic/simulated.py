@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from faser.bench.play import Clock
-from faser.bench.records import Item, Workload
 from faser.engine.engine import Engine
 from faser.engine.pages import PagePool
 from faser.engine.scheduler import Limits, Scheduler
 from faser.policy import make_policy
 from faser.step import StepPlan, StepResult, StepSeconds
+from faser.traffic.play import Clock
+from faser.traffic.records import Item, Workload
 from tests.oracle import OracleExecutor
 
 

@@ -15,12 +15,12 @@ from functools import lru_cache
 import numpy as np
 
 from faser.arrays import IntArray
-from faser.bench.records import Item, Moment, Record, Run, Workload
 from faser.engine.engine import Engine
 from faser.engine.stats import EngineStats
 from faser.errors import InvalidRequest
 from faser.policy import Policy, make_policy
 from faser.request import Finish, FinishReason, Progress, Request, SamplingParams
+from faser.traffic.records import Item, Moment, Record, Run, Workload
 
 NUM_MOMENTS = 200  # about as many in a run whose length is known from its arrivals
 LEAST_SLICE = 0.1  # seconds of a moment
@@ -28,7 +28,8 @@ CLOSED_SLICE = 0.5  # of a closed loop, whose length is not known
 LONGEST_SLEEP = 0.05  # seconds, so that an interrupt is seen soon
 WARM_TOKENS = 16
 
-Update = Callable[[int], None]  # requests that have ended, lost ones included
+Update = Callable[[int], None]  # called with the number of requests that have ended, lost ones included
+Stopped = Callable[[], bool]  # whether a run should end early
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def play(
     *,
     temperature: float = 0.0,
     clock: Clock = REAL_CLOCK,
-    stopped: Callable[[], bool] = never,
+    stopped: Stopped = never,
     update: Update = no_update,
 ) -> Run:
     """One run. It ends with its last request, or early, and then partial, when `stopped` says so."""
@@ -187,7 +188,7 @@ class _Play:
         self._timeline = _Timeline(engine, CLOSED_SLICE if is_closed else max(LEAST_SLICE, last / NUM_MOMENTS))
         self._started = clock.now()
 
-    def run(self, system: str, stopped: Callable[[], bool], update: Update) -> Run:
+    def run(self, system: str, stopped: Stopped, update: Update) -> Run:
         idle = 0.0
         while self._next < len(self._workload.items) or self._ledger.num_open:
             if stopped():
@@ -269,7 +270,7 @@ def _phases(before: EngineStats, after: EngineStats, wall: float, idle: float) -
     """Host is all that is neither in a model nor waiting for a request: planning, committing, this loop."""
     draft, verify = after.draft_seconds - before.draft_seconds, after.verify_seconds - before.verify_seconds
     host = max(0.0, wall - idle - draft - verify)
-    return {"draft": draft, "verify": verify, "exit check": 0.0, "host": host, "idle": idle}
+    return {"draft": draft, "verify": verify, "host": host, "idle": idle}
 
 
 def gained(before: IntArray, after: IntArray) -> tuple[int, ...]:

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from faser.bench.arrivals import parse_arrivals
-from faser.bench.prompts import RANDOM, BlankPrompts, Prompts, RandomPrompts, TextPrompts, read_texts
-from faser.bench.records import Item, Workload
-from faser.bench.traces import Row, Timing, read_trace, retime
 from faser.errors import ConfigError
+from faser.traffic.arrivals import parse_arrivals
+from faser.traffic.prompts import RANDOM, BlankPrompts, Prompts, RandomPrompts, TextPrompts, read_texts
+from faser.traffic.records import Item, Workload
+from faser.traffic.traces import Row, Timing, read_trace, retime
 
 DEFAULT_ARRIVALS = "poisson:1"
 DEFAULT_DURATION = 30.0

@@ -6,19 +6,19 @@ brings, and what prompts add to it. A cluster of a thousand replicas is then sim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from faser.arrays import FloatArray
-from faser.bench.play import never, play
-from faser.bench.records import Item, Workload
 from faser.cost.profile import ProfiledCost
 from faser.errors import ConfigError
 from faser.sim.oracle import Acceptance
 from faser.sim.replica import Machine, make_replica
 from faser.step import StepPlan, StepResult
+from faser.traffic.play import Stopped, never, play
+from faser.traffic.records import Item, Workload
 
 WARM_REQUESTS = 8  # that end, beside as many as are open, before anything counts
 LEAST_REQUESTS = 24  # that end while it counts, or ROUNDS for each that is open
@@ -27,7 +27,7 @@ LEAST_STEPS = 8  # without prompts; where there are fewer, all count for how req
 
 
 @dataclass(frozen=True)
-class Pace:
+class ThroughputTable:
     """Tables by the number of requests that decode, 0 to the most: [most + 1]."""
 
     step: FloatArray  # seconds of a step without prompts
@@ -77,14 +77,14 @@ class _Watcher:
         )
 
 
-def measure_pace(
+def measure_throughput(
     machine: Machine,
     policy: str,
     workload: Workload,
     acceptance: Acceptance,
     seed: int,
-    stopped: Callable[[], bool] = never,
-) -> Pace | None:
+    stopped: Stopped = never,
+) -> ThroughputTable | None:
     """Over the workload's requests in an order drawn by the seed. None if `stopped` ends it."""
     loops = _Loops(machine, policy, workload, acceptance, seed, stopped)
     points = []
@@ -114,7 +114,7 @@ class _Loops:
     workload: Workload
     acceptance: Acceptance
     seed: int
-    stopped: Callable[[], bool]
+    stopped: Stopped
 
     def steps_of(self, size: int) -> list[_Step]:
         """With `size` requests open: from when the loop has settled until before it runs dry."""
@@ -204,14 +204,14 @@ def _fitted(mixed: Sequence[_Step]) -> tuple[float, float]:
     return (float(base), float(row)) if base >= 0 and row >= 0 else (0.0, float(extra.sum() / rows.sum()))
 
 
-def _tables(points: Sequence[_Point], most: int) -> Pace:
+def _tables(points: Sequence[_Point], most: int) -> ThroughputTable:
     def table(at: str, name: str) -> FloatArray:
         known = sorted((getattr(point, at), getattr(point, name)) for point in points)
         xs, ys = zip(*known, strict=True)
         values: FloatArray = np.interp(np.arange(most + 1), xs, ys)
         return values
 
-    return Pace(
+    return ThroughputTable(
         step=table("at", "step"),
         gain=table("at", "gain"),
         prompt_step=table("prompt_at", "prompt_step"),

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from faser.bench.records import Moment, Record
 from faser.errors import ConfigError
+from faser.traffic.records import Moment, Record
 
 VERSION = 1
 DIGITS = 6  # behind the point
@@ -56,7 +56,7 @@ class RunDocument:
     repeat: int  # from 0
     partial: bool  # interrupted: what is there was measured, the rest was not
     summary: Summary
-    phases: Mapping[str, float] = field(default_factory=dict)  # seconds: draft, verify, exit check, host, idle
+    phases: Mapping[str, float] = field(default_factory=dict)  # seconds: draft, verify, host, idle
     verified_per_position: tuple[int, ...] = ()
     accepted_per_position: tuple[int, ...] = ()
     moments: tuple[Moment, ...] = ()  # empty where the system shows no inside

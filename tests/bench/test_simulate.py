@@ -4,17 +4,17 @@ import json
 
 import pytest
 
-from faser.bench.document import FIGURES, Document
-from faser.bench.play import play
 from faser.bench.results import run_document
-from faser.bench.summary import Slo
-from faser.bench.traces import Timing
-from faser.bench.workload import Load, Vocabulary, WorkloadOptions, make_workload
+from faser.bench.simulate import SimulatedSystem
 from faser.cli.main import main, make_parser
 from faser.policy import POLICIES, make_policy
 from faser.sim.oracle import Replay
-from faser.sim.replica import Machine, make_replica
-from faser.sim.systems import PROFILES, SimulatedSystem, load_profile
+from faser.sim.replica import PROFILES, Machine, load_profile, make_replica
+from faser.traffic.document import FIGURES, Document
+from faser.traffic.play import play
+from faser.traffic.summary import Slo
+from faser.traffic.traces import Timing
+from faser.traffic.workload import Load, Vocabulary, WorkloadOptions, make_workload
 from tests.bench.make_example import PATH
 from tests.sim.toy import PROFILE
 from tests.test_imports import run as behind_the_wall

@@ -16,8 +16,8 @@ from typing import Any, Protocol, overload
 import numpy as np
 
 from faser.arrays import IntArray
-from faser.bench.traces import DATA, open_text
 from faser.errors import ConfigError, InvalidRequest
+from faser.traffic.traces import DATA, open_text
 
 SHIPPED = {name: DATA / f"{name}.jsonl.xz" for name in ("specbench", "mtbench", "gsm8k")}
 RANDOM = "random"

@@ -1,8 +1,8 @@
 import pytest
 
-from faser.bench.play import play, set_policy, warm_ups_of
-from faser.bench.records import Item, Workload
-from tests.bench.simulated import Time, make_engine, make_workload
+from faser.traffic.play import play, set_policy, warm_ups_of
+from faser.traffic.records import Item, Workload
+from tests.traffic.simulated import Time, make_engine, make_workload
 
 
 def run(policy="fixed:3", size=40, rate=20.0, concurrency=None, **options):

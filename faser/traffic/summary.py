@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from statistics import fmean, median
 
-from faser.bench.document import FIGURES, Category, GroupDocument, RunDocument, Spread, Summary
-from faser.bench.records import Record, Run
 from faser.errors import ConfigError
+from faser.traffic.document import FIGURES, Category, GroupDocument, RunDocument, Spread, Summary
+from faser.traffic.records import Record, Run
 
 
 def ttft(record: Record) -> float | None:
