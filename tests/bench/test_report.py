@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from markupsafe import Markup, escape
 
-from benchmarks.ablation import LADDER, explained
+from benchmarks.lib.ablation import LADDER, explained
 from faser.bench import charts, legend, report
 from faser.bench.charts import Axis, Bar, Line, Look, Panel, Point, Scale, Size, Stack, Trace
 from faser.policy import POLICIES as POLICY_NAMES

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from faser.arrays import IntArray
-from faser.bench.systems import PolicySystem, Stopped
+from faser.bench.systems import PolicySystem
 from faser.policy.adaptive import DEPTH, Adaptive
 from faser.policy.base import BatchView
 from faser.policy.early_exit import EarlyExit
 from faser.policy.estimates import expected_tokens, seconds_by_length
 from faser.policy.overlap import Overlap
 from faser.traffic.document import Document
+from faser.traffic.play import Stopped
 from faser.traffic.records import Workload
 
 

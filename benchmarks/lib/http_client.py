@@ -2,8 +2,8 @@
 
 `flood` is for server_overhead.py: as many streams at once as are asked for, as cheap as they can be had, since the
 client shares the machine with the server. It counts the events and reads only the last one, which holds the number of
-tokens. It runs in a process of its own: `python benchmarks/http_client.py` takes one JSON document on standard input
-and prints another.
+tokens. It runs in a process of its own: `python -m benchmarks.lib.http_client` takes one JSON document on standard
+input and prints another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 from faser.bench import prompts
 from faser.bench.client import Answer, Connection, request_head
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 180
 STOP_SECONDS = 60
 FLOOD_SECONDS = 600
@@ -200,7 +200,8 @@ class FloodResult:
 def run_flood(url: str, path: str, bodies: Sequence[dict[str, Any]], concurrency: int) -> FloodResult:
     """Sends all bodies, at most `concurrency` at a time, from a process of its own. They must ask for the usage."""
     given = json.dumps({"url": url, "path": path, "bodies": list(bodies), "concurrency": concurrency})
-    done = subprocess.run([sys.executable, __file__], input=given, stdout=subprocess.PIPE, text=True, check=True)
+    module = [sys.executable, "-m", "benchmarks.lib.http_client"]
+    done = subprocess.run(module, cwd=ROOT, input=given, stdout=subprocess.PIPE, text=True, check=True)
     return FloodResult(**json.loads(done.stdout))
 
 

@@ -1,8 +1,8 @@
-"""An engine that costs next to nothing: the real scheduler over an executor that only says which token comes next.
+"""An engine that costs almost nothing: the real scheduler over an executor that only names the next token.
 
-What a server with it cannot carry, no server with a model can. Every running request gains one token a step, cut from
-real text so that detokenising it is real work. Used as the engine_factory "benchmarks.stub_engine:make"; a step takes
-at least STUB_STEP_SECONDS (an environment variable, 0 where it is not set).
+What a server cannot carry with it, it cannot carry with a model. Every running request gains one token a step, cut
+from real text so that detokenising it is real work. Used as the engine_factory "benchmarks.lib.stub_engine:make"; a
+step takes at least STUB_STEP_SECONDS (an environment variable, 0 by default).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 
-from benchmarks.http_client import SENTENCES, STUB_STEP_SECONDS
+from benchmarks.lib.http_client import SENTENCES, STUB_STEP_SECONDS
 from faser.arrays import IntArray
 from faser.config import EngineOptions
 from faser.engine.engine import Engine
@@ -28,17 +28,17 @@ MAX_MODEL_LEN = 2048
 
 
 class StubExecutor:
-    """Emits the next word of a text that goes round, and waits where a step would be too short."""
+    """Emits the next token of a text, round and round, and makes every step last at least `step_seconds`."""
 
     def __init__(self, text_ids: IntArray, step_seconds: float) -> None:
         self._text_ids = text_ids
         self._step_seconds = step_seconds
-        self._next_step = 0.0  # not before this
+        self._next_step = 0.0  # the time before which no step starts
 
     def execute(self, plan: StepPlan) -> StepResult:
         self._wait()
         none = np.zeros_like(plan.slots)
-        position = (plan.num_tokens + 37 * plan.slots)[plan.samples]  # each request somewhere else
+        position = (plan.num_tokens + 37 * plan.slots)[plan.samples]  # each request at another place
         return StepResult(none, none, none, self._text_ids[position % self._text_ids.size])
 
     def _wait(self) -> None:

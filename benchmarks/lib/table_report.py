@@ -1,28 +1,28 @@
-"""From the journal of benchmarks/h200.py to figures, tables and verdicts.
+"""From the journal of `benchmarks.h200 table` to figures, tables and verdicts.
 
 Knows what was measured, the floors and the targets. Knows nothing of processes, models or GPUs, and imports the
 standard library alone.
 
-A TPOT is its floor and three things above it, all printed. Kernels: the GPU computed longer than bytes and FLOPs
-demand. Host: it waited between two steps. Prompts: a request waited while prompts of its batch-mates were computed,
-which is the TPOT less the steady TPOT, that of the time when all decode and none has ended.
+    TPOT = floor + kernels + host + prompts
+
+floor: bytes or FLOPs of the step over what the GPU can do. kernels: the GPU's time above the floor. host: the GPU
+idle between two steps. prompts: TPOT - steady TPOT, the time a request waits for prompts of other requests of its
+batch; the steady TPOT is that of the time in which all requests decode and none has ended.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from benchmarks.lib.journal import Figures, failures, latest, rounded
 
 BANDWIDTH, FLOPS = 4.3e12, 790e12  # of an H200, as measured: bytes copied, bfloat16 products
 BYTES = 2  # of a bfloat16
 
 MOST_GAP, MOST_DRAFT_MS, MOST_PREFILL, MOST_STARTUP = 0.05, 0.75, 1.15, 1.0
 
-Figures = dict[str, Any]
 Runs = Mapping[tuple[Any, ...], Figures]  # by engine, length, batch
 
 
@@ -30,21 +30,21 @@ Runs = Mapping[tuple[Any, ...], Figures]  # by engine, length, batch
 
 
 def num_weights(shape: Mapping[str, int], vocabulary: int) -> int:
-    """Those a step reads: the layers' matrices and the head. Of the embedding it reads a few rows."""
+    """Weights that a step reads: the layers' matrices and the head; of the embedding it reads only a few rows."""
     attention = 2 * (shape["num_heads"] + shape["num_kv_heads"]) * shape["head_dim"] * shape["hidden_size"]
     mlp = 3 * shape["hidden_size"] * shape["intermediate_size"]
     return shape["num_layers"] * (attention + mlp) + vocabulary * shape["hidden_size"]
 
 
 def floor_ms(shape: Mapping[str, int], vocabulary: int, rows: int, context: int) -> float:
-    """Of one forward over `rows` that attend to `context` tokens in all: bytes, or FLOPs where those take longer."""
+    """One forward over `rows` that attend to `context` tokens in all: max(bytes / BANDWIDTH, FLOPs / FLOPS)."""
     weights = num_weights(shape, vocabulary)
     kv_bytes = 2 * shape["num_layers"] * shape["num_kv_heads"] * shape["head_dim"] * BYTES * context
     return 1e3 * max((BYTES * weights + kv_bytes) / BANDWIDTH, 2 * weights * rows / FLOPS)
 
 
 def step_floor_ms(models: Figures, batch: int, length: int) -> float:
-    """Of a step half-way through the output: `length` forwards of the draft, then one of the target."""
+    """A step half-way through the output: `length` forwards of the draft, then one of the target."""
     context, vocabulary = batch * (models["prompt"] + models["output"] // 2), models["vocabulary"]
     drafting = length * floor_ms(models["draft"], vocabulary, batch, context)
     return drafting + floor_ms(models["target"], vocabulary, batch * (length + 1), context)
@@ -58,48 +58,11 @@ def prefill_floor_ms(models: Figures) -> float:
     return float(1e3 * one * (number + 1) / 2)
 
 
-# ── the journal ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def read_journal(path: Path) -> list[Figures]:
-    """Every whole line: the last may have been cut short."""
-    records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-        with suppress(ValueError):
-            records.append(json.loads(line))
-    return records
-
-
-def describe(record: Figures) -> str:
-    """A record for people: everything that fits in a line."""
-    shown = (f"{key} {value}" for key, value in record.items() if not isinstance(value, (list, dict)))
-    return "  ".join(each for each in shown if not each.startswith("session "))
-
-
-def latest(records: Iterable[Figures], kind: str, *names: str) -> dict[tuple[Any, ...], Figures]:
-    """Records of a kind by these fields, the last of each combination."""
-    return {tuple(record[name] for name in names): record for record in records if record["kind"] == kind}
-
-
-def failures(records: Sequence[Figures]) -> list[Figures]:
-    """Of the last session."""
-    last = max((record["session"] for record in records), default=0)
-    return [record for record in records if record["kind"] == "failed" and record["session"] == last]
-
-
-def rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: rounded(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [rounded(each) for each in value]
-    return round(value, 5) if isinstance(value, float) else value
-
-
 # ── figures ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def summarize(records: Sequence[Figures]) -> Figures:
-    """Everything the tables and the verdicts are made of."""
+    """The rows of all tables, and the verdicts."""
     models = latest(records, "models").get((), {})
     runs = latest(records, "run", "engine", "length", "batch")
     off = {key: run for key, run in runs.items() if key[1] == 0}
@@ -111,7 +74,7 @@ def summarize(records: Sequence[Figures]) -> Figures:
         "draft_step": draft_rows(runs, models),
         "prefill": prefill_rows(records, models),
         "startup": startup_rows(records),
-        "failed": [f"{each['engine']}, {each['section']}: {each['why']}" for each in failures(records)],
+        "failed": failures(records),
     }
     summary["targets"] = verdicts(summary)
     return dict(rounded(summary))
@@ -126,7 +89,7 @@ def over(above: float | None, below: float | None) -> float | None:
 
 
 def batch_row(runs: Runs, off: Runs, models: Figures, batch: int) -> Figures:
-    """The best length of each system, no speculation being one of them, and where FASER's time goes."""
+    """The best length of each system, 0 included, and where FASER's time goes."""
     ours, theirs = (best_run(runs, engine, batch) for engine in ("faser", "vllm"))
     row: Figures = {"batch": batch, "ratio": over(theirs.get("tpot_ms"), ours.get("tpot_ms"))}
     for name in ("tpot_ms", "steady_ms", "spread", "length", "tokens_per_step"):
@@ -140,13 +103,13 @@ def batch_row(runs: Runs, off: Runs, models: Figures, batch: int) -> Figures:
 
 
 def best_run(runs: Runs, engine: str, batch: int) -> Figures:
-    """Nothing where the system was not measured."""
+    """Empty where the system was not measured."""
     found = [run for key, run in runs.items() if (key[0], key[2]) == (engine, batch)]
     return min(found, key=lambda run: float(run["tpot_ms"]), default={})
 
 
 def parts(run: Figures, models: Figures) -> Figures:
-    """What a TPOT of FASER is the sum of, in milliseconds a token, and the share of a step without kernels."""
+    """The summands of a TPOT of FASER, in milliseconds per token, and `gap`, the share of a step without kernels."""
     tokens = run["tokens_per_step"]
     found = {"floor_ms": step_floor_ms(models, run["batch"], run["length"]) / tokens} if models else {}
     if run["steady_ms"] is not None:
@@ -159,7 +122,7 @@ def parts(run: Figures, models: Figures) -> Figures:
 
 
 def common_prefix(left: Sequence[Sequence[int]], right: Sequence[Sequence[int]]) -> float | None:
-    """Mean tokens that two runs' texts begin with in common; None where there are none to compare."""
+    """Mean length of the common beginning of two runs' texts, in tokens; None without texts to compare."""
     same = [
         next((i for i, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), min(len(x), len(y)))
         for x, y in zip(left, right, strict=False)
@@ -175,7 +138,7 @@ def lengths_row(runs: Runs, batch: int) -> Figures:
 
 
 def draft_rows(runs: Runs, models: Figures) -> list[Figures]:
-    """What each further token of a draft takes, by the rows of a step: the slope over lengths of the GPU's time."""
+    """Milliseconds of one more drafted token, by batch: the slope of the GPU's drafting time over lengths."""
     rows = []
     for batch in batches_of(runs):
         found = {
@@ -201,7 +164,7 @@ def prefill_rows(records: Sequence[Figures], models: Figures) -> list[Figures]:
 
 
 def startup_rows(records: Sequence[Figures]) -> list[Figures]:
-    """By mode and state of the caches: seconds of both, and ours over theirs."""
+    """By mode and state of the caches: seconds of both systems, and FASER over vLLM."""
     found = latest(records, "startup", "engine", "mode", "caches")
     rows = []
     for mode, caches in sorted({(mode, caches) for _, mode, caches in found}):
