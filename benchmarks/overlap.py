@@ -5,8 +5,8 @@ with a given probability (on a CPU, and with --natural, as the target decides). 
 draft inside these shapes (tools/inflate.py) answer Spec-Bench prompts. For every batch and acceptance rate:
 
   off    the best fixed length without overlap
-  ride   the longest length with overlap; a request whose frontier was refused does not draft in the next step
-  lead   the best fixed length with overlap; a request whose frontier was refused drafts before the verification
+  ride   the longest length with overlap; after a miss a request gets one token in the next step while it drafts anew
+  lead   the best fixed length with overlap; after a miss a request drafts again before the verification
   auto   `faser` without and with overlap where it is expected to pay, --repeats times by turns: medians, and each pair
 
 The device is split as the profile finds best for the batch, or as --split says. Printed are milliseconds per token, the

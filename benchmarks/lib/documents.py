@@ -166,7 +166,7 @@ def write_results(folder: Path, document: Document, remark: Remark) -> None:
         print("no report: jinja2 is not installed; --report-only makes it elsewhere", file=sys.stderr)
         return
     from benchmarks.lib.ablation import explained
-    from faser.bench.report import write_report
+    from faser.bench.report.page import write_report
 
     write_report(folder, explained(document))
 

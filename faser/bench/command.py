@@ -546,7 +546,7 @@ def prepare_results(args: argparse.Namespace) -> ReportWriter | None:
             raise ConfigError(f"{folder}: cannot be written ({error})") from None
     if args.report is None:
         return None
-    from faser.bench.report import write_report
+    from faser.bench.report.page import write_report
 
     return write_report
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
 
-from faser.bench.charts import MARKERS, Look
+from faser.bench.report.svg import MARKERS, Look
 from faser.traffic.document import GroupDocument
 
 OTHER_LOOKS = tuple(Look(colour, dash, 2) for dash in ("6 4", "2 4") for colour in ("violet", "pink", "sky", "red"))
