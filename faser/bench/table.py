@@ -16,7 +16,7 @@ class _Column:
     figure: str
     factor: float = 1.0
     digits: int = 1
-    better: int = 0  # 1: more is better; -1: less; 0: neither, no mark
+    better: int = 0  # 1: more is better, -1: less is better, 0: no best is marked
 
 
 _COLUMNS = (
@@ -37,7 +37,7 @@ _COLUMNS = (
 
 
 def render(document: Document, reference: str | None) -> str:
-    """`reference` is the system that ratios are taken against; None leaves them out."""
+    """`reference` is the system that ratios are taken against; None: no ratios."""
     loads = list(dict.fromkeys((group.rate, group.concurrency) for group in document.groups))
     tables = [
         _table([g for g in document.groups if (g.rate, g.concurrency) == load], reference, _title(*load))

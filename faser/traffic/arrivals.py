@@ -1,6 +1,7 @@
-"""When requests arrive: made-up processes by name.
+"""When requests arrive: synthetic processes by name.
 
-Each is a stream of unit rate, warped by how much load there has been up to a time. Randomness is an argument.
+Each draws a stream of unit rate and maps it through the inverse of the expected number of arrivals up to a time.
+Randomness is an argument.
 """
 
 from __future__ import annotations
@@ -18,32 +19,32 @@ EXPECTED = (
     "poisson:RATE, gamma:RATE:SHAPE (below 1 in bursts, above 1 even), square:LOW:HIGH:PERIOD or ramp:LOW:HIGH, with "
     "rates per second"
 )
-_GRID = 10_000  # points at which the load so far is known
+_GRID = 10_000  # intervals at whose ends the expected number of arrivals is known
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """`rate` at a time and a duration; intervals are gamma distributed, with shape 1 exponentially."""
+    """`rate(times, duration)` per second. Intervals are gamma distributed; shape 1 is exponential."""
 
     rate: Callable[[FloatArray, float], FloatArray]
     shape: float = 1.0
 
     def mean_rate(self, duration: float) -> float:
-        return float(self._so_far(duration)[1][-1] / duration)
+        return float(self._expected_arrivals(duration)[1][-1] / duration)
 
     def times(self, duration: float, random: np.random.Generator, factor: float = 1.0) -> FloatArray:
-        """All within `duration` seconds, in order, with every rate multiplied by `factor`."""
-        grid, so_far = self._so_far(duration)
-        total = float(so_far[-1]) * factor
+        """Sorted arrival times within `duration` seconds, with every rate multiplied by `factor`."""
+        grid, expected = self._expected_arrivals(duration)
+        total = float(expected[-1]) * factor
         loads: FloatArray = np.zeros(0)
         while not loads.size or loads[-1] < total:
             more = random.gamma(self.shape, 1 / self.shape, size=int(total) + 64)
             loads = np.concatenate([loads, (loads[-1] if loads.size else 0.0) + more.cumsum()])
-        times: FloatArray = np.interp(loads[loads < total], so_far * factor, grid)
+        times: FloatArray = np.interp(loads[loads < total], expected * factor, grid)
         return times
 
-    def _so_far(self, duration: float) -> tuple[FloatArray, FloatArray]:
-        """Times, and the requests expected up to each."""
+    def _expected_arrivals(self, duration: float) -> tuple[FloatArray, FloatArray]:
+        """A grid of times, and the number of requests expected up to each."""
         grid: FloatArray = np.linspace(0, duration, _GRID + 1)
         middles = (grid[1:] + grid[:-1]) / 2
         return grid, np.concatenate([[0.0], (self.rate(middles, duration) * np.diff(grid)).cumsum()])
@@ -56,7 +57,7 @@ def parse_arrivals(text: str) -> Arrivals:
         if not all(0 <= number < math.inf for number in numbers):
             raise ValueError
         return _MAKERS[kind](*numbers)
-    except (KeyError, TypeError, ValueError):  # another name, another count, no number
+    except (KeyError, TypeError, ValueError):  # unknown name, wrong count, no number
         raise ConfigError(f"--arrivals {text}: expected {EXPECTED}") from None
 
 
@@ -71,7 +72,7 @@ def _gamma(rate: float, shape: float) -> Arrivals:
 
 
 def _square(low: float, high: float, period: float) -> Arrivals:
-    """The first half of every period is low."""
+    """LOW in the first half of every period, HIGH in the second."""
     if not period or not low + high:
         raise ValueError
     return Arrivals(lambda times, duration: np.where(times % period < period / 2, low, high))

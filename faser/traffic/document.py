@@ -1,7 +1,7 @@
-"""What a benchmark leaves behind: one document, written as JSON and read back.
+"""The result of a benchmark: one document, written as JSON and read back.
 
-Knows the names of its parts and their version. Knows nothing of how they were measured or how they are drawn. All times
-are seconds, all rates per second. A figure that a system does not tell is None.
+Knows the names of its parts and their version. Knows nothing of how they were measured or how they are drawn. Times are
+seconds, rates are per second. A figure that a system does not report is None.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from faser.errors import ConfigError
 from faser.traffic.records import Moment, Record
 
 VERSION = 1
-DIGITS = 6  # behind the point
+DIGITS = 6  # after the decimal point
 
-# Of one run, in the order of the table. docs/metrics.md says what each means.
+# The figures of one run, in the order of the table; docs/metrics.md defines them.
 FIGURES = (
     "requests", "lost", "output_tokens", "seconds", "output_tokens_per_s", "requests_per_s",
     "latency_per_token_mean", "latency_per_token_p50", "latency_per_token_p99",
@@ -34,7 +34,7 @@ Summary = Mapping[str, float | None]  # every name of FIGURES
 
 @dataclass(frozen=True)
 class Category:
-    """The requests of one kind of prompt. Counts of speculation are None where the system does not tell them."""
+    """The requests of one category of prompts. Counts of speculation are None if the system does not report them."""
 
     requests: int
     lost: int = 0
@@ -42,31 +42,31 @@ class Category:
     drafted: int | None = None
     verified: int | None = None
     accepted: int | None = None
-    lengths: tuple[int, ...] = ()  # index k: steps in which a request of it drafted k tokens
+    lengths: tuple[int, ...] = ()  # index k: steps in which a request drafted k tokens
 
 
 @dataclass(frozen=True)
 class RunDocument:
     """One workload played once through one system."""
 
-    system: str  # the column it stands in: "off", "fixed:3", "vLLM K=4", a URL, a file's name
-    policy: str | None  # of FASER in process; None for any other system
+    system: str  # its name in tables: "off", "fixed:3", "vLLM K=4", a URL, a file's name
+    policy: str | None  # None for a system that is not FASER in this process
     rate: float | None  # requests offered per second; None in a closed loop
-    concurrency: int | None  # of a closed loop; None where requests arrive by the clock
+    concurrency: int | None  # of a closed loop; None if requests arrive by the clock
     repeat: int  # from 0
-    partial: bool  # interrupted: what is there was measured, the rest was not
+    partial: bool  # interrupted: the rest was not measured
     summary: Summary
     phases: Mapping[str, float] = field(default_factory=dict)  # seconds: draft, verify, host, idle
     verified_per_position: tuple[int, ...] = ()
     accepted_per_position: tuple[int, ...] = ()
-    moments: tuple[Moment, ...] = ()  # empty where the system shows no inside
+    moments: tuple[Moment, ...] = ()  # empty for a server
     categories: Mapping[str, Category] = field(default_factory=dict)
-    records: tuple[Record, ...] = ()  # empty where only a summary was given
+    records: tuple[Record, ...] = ()  # empty if only a summary is known
     about: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def group(self) -> tuple[str, float | None, int | None]:
-        """What its repeats have in common."""
+        """The key that its repeats share."""
         return self.system, self.rate, self.concurrency
 
 
@@ -81,7 +81,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class GroupDocument:
-    """The repeats of one system under one load, partial ones left out unless there is nothing else."""
+    """The repeats of one system under one load. Partial ones count only if all are partial."""
 
     system: str
     policy: str | None
@@ -99,26 +99,26 @@ class Document:
     command: tuple[str, ...]
     created: str  # ISO 8601, UTC
     about: Mapping[str, Any]  # machine, device, model, draft, versions, slo
-    workload: Mapping[str, Any]  # how it was made: source, seed, sizes; `loads` lists what was played
+    workload: Mapping[str, Any]  # source, seed, sizes; `loads` lists the loads that were played
     runs: tuple[RunDocument, ...]
     groups: tuple[GroupDocument, ...]  # one per system and load, in the order of the runs
     version: int = VERSION
 
     def to_dict(self) -> dict[str, Any]:
-        """Seconds are rounded to microseconds, other figures to as many digits."""
+        """Floats are rounded to DIGITS digits; of seconds, to microseconds."""
         rounded: dict[str, Any] = _rounded(asdict(self))
         return rounded
 
     def without_details(self) -> Document:
-        """For a line of output: no records, no moments."""
+        """Without records and moments, for one line of output."""
         return replace(self, runs=tuple(replace(run, records=(), moments=()) for run in self.runs))
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Self:
-        """Raises ConfigError for what no `faser bench` wrote."""
+        """Raises ConfigError if `given` was not written by `faser bench`."""
         version = given.get("version")
         if version != VERSION:
-            raise ConfigError(f"no document of faser bench: version {version!r}; expected {VERSION}")
+            raise ConfigError(f"not a document of faser bench: version {version!r}; expected {VERSION}")
         try:
             parts = dict(given)
             parts["command"] = tuple(parts["command"])
@@ -127,7 +127,7 @@ class Document:
             return cls(**parts)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"no document of faser bench, though it says version {VERSION} ({reason})") from None
+            raise ConfigError(f"not a document of faser bench, though its version is {VERSION} ({reason})") from None
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +157,7 @@ def _all_of(kind: type[Any], given: Sequence[Mapping[str, Any]]) -> tuple[Any, .
 
 
 def _flat(kind: type[Any], given: Mapping[str, Any]) -> Any:
-    """A dataclass of plain values; `lengths`, where it has them, is a tuple again."""
+    """A dataclass of plain values; a field `lengths` becomes a tuple."""
     tuples = {"lengths"} & {one.name for one in fields(kind)}
     return kind(**{**given, **{name: tuple(given[name]) for name in tuples}})
 

@@ -1,7 +1,7 @@
-"""Plays a workload through an engine in this process, request by request as they fall due.
+"""Plays a workload through an engine in this process: each request is sent when it is due.
 
-Knows the engine, its statistics and a clock. Knows nothing of models, files or HTTP. Time is an argument: a test plays
-minutes in no time.
+Knows the engine, its statistics and a clock. Knows nothing of models, files or HTTP. The clock is an argument: a test
+and the simulator play in virtual time.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from faser.policy import Policy, make_policy
 from faser.request import Finish, FinishReason, Progress, Request, SamplingParams
 from faser.traffic.records import Item, Moment, Record, Run, Workload
 
-NUM_MOMENTS = 200  # about as many in a run whose length is known from its arrivals
+NUM_MOMENTS = 200  # per run, about, if its length is known from its arrivals
 LEAST_SLICE = 0.1  # seconds of a moment
-CLOSED_SLICE = 0.5  # of a closed loop, whose length is not known
-LONGEST_SLEEP = 0.05  # seconds, so that an interrupt is seen soon
-WARM_TOKENS = 16
+CLOSED_SLICE = 0.5  # seconds of a moment in a closed loop, whose length is not known
+LONGEST_SLEEP = 0.05  # seconds, so that an interrupt is noticed soon
+WARM_TOKENS = 16  # output of a request in a warm-up
 
 Update = Callable[[int], None]  # called with the number of requests that have ended, lost ones included
 Stopped = Callable[[], bool]  # whether a run should end early
@@ -34,7 +34,7 @@ Stopped = Callable[[], bool]  # whether a run should end early
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds, and how to wait for some."""
+    """The time in seconds, and how to wait."""
 
     now: Callable[[], float] = time.perf_counter
     sleep: Callable[[float], None] = time.sleep
@@ -51,14 +51,14 @@ def no_update(ended: int) -> None: ...
 
 
 def warm_ups_of(workload: Workload, size: int) -> tuple[Workload, Workload]:
-    """Its first requests, short: at once, and then few at a time, for steps of either size."""
-    short = (replace(i, arrival=0.0, max_tokens=min(i.max_tokens, WARM_TOKENS)) for i in workload.items[:size])
-    items = tuple(short)
+    """Its first `size` requests with short outputs: all at once, then two at a time, for large and small steps."""
+    first = workload.items[:size]
+    items = tuple(replace(item, arrival=0.0, max_tokens=min(item.max_tokens, WARM_TOKENS)) for item in first)
     return Workload(items), Workload(items, concurrency=2)
 
 
 def set_policy(engine: Engine, text: str) -> None:
-    """For the next run; the engine must be empty. A GPU captures the graphs of its lengths first."""
+    """Set the policy of the next run; the engine must be empty. A GPU first captures the graphs of its lengths."""
     take_policy(engine, make_policy(text))
 
 
@@ -79,7 +79,7 @@ def play(
     stopped: Stopped = never,
     update: Update = no_update,
 ) -> Run:
-    """One run. It ends with its last request, or early, and then partial, when `stopped` says so."""
+    """One run. It ends with its last request, or early, as partial, when `stopped` returns true."""
     return _Play(engine, workload, temperature, clock).run(system, stopped, update)
 
 
@@ -112,13 +112,13 @@ class _Open:
         )
 
 
-@lru_cache(maxsize=4096)  # many requests have the same
+@lru_cache(maxsize=4096)  # many requests have the same parameters
 def _params(max_tokens: int, temperature: float) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True)
 
 
 class Ledger:
-    """The requests of a run: those that are open, and what became of the others."""
+    """The open requests of a run, and the records of those that ended."""
 
     def __init__(self, temperature: float = 0.0) -> None:
         self._temperature = temperature
@@ -135,7 +135,7 @@ class Ledger:
         return len(self._records)
 
     def send(self, engine: Engine, index: int, item: Item, arrival: float) -> bool:
-        """Whether the engine took it; if not it is lost."""
+        """Add a request to the engine; returns False if the engine refused it, which makes it a lost one."""
         opened = _Open(index, item, arrival)
         try:
             params = _params(item.max_tokens, self._temperature)
@@ -147,11 +147,11 @@ class Ledger:
         return True
 
     def receive(self, progress: Iterable[Progress], now: float) -> int:
-        """Take in what a step brought; returns how many requests ended with it."""
+        """Record the progress of a step; returns the number of requests that ended."""
         before = len(self._records)
         for request_id, token_ids, _, finish in progress:
             opened = self._open.get(request_id)
-            if opened is None:  # tokens of requests that are not told of one by one
+            if opened is None:  # NOBODY: tokens of several requests together
                 continue
             opened.num_tokens += len(token_ids)
             if opened.first is None and token_ids:
@@ -170,7 +170,7 @@ class Ledger:
         self._open.clear()
 
     def records(self) -> tuple[Record, ...]:
-        """By index; of requests that are still open, what is known."""
+        """By index. A request that is still open has no end."""
         still = [opened.record() for opened in self._open.values()]
         return tuple(sorted(self._records + still, key=lambda record: record.index))
 
@@ -234,7 +234,7 @@ class _Play:
         self._ledger.receive(progress, self._now())
 
     def _wait(self) -> float:
-        """Until the next request is due, or a part of that; returns the seconds waited."""
+        """Sleep until the next request is due, LONGEST_SLEEP at most; returns the seconds slept."""
         started = self._now()
         if self._next < len(self._workload.items):
             self._clock.sleep(min(LONGEST_SLEEP, max(0.0, self._workload.items[self._next].arrival - started)))
@@ -260,28 +260,28 @@ class _Play:
 
 
 def seconds_of(records: Sequence[Record], wall: float) -> float:
-    """From the first arrival to the last end, or to now where a request that was not lost has none."""
+    """From the first arrival to the last end; a request that is neither ended nor lost ends at `wall`."""
     kept = [record for record in records if record.error is None]
     first = min((record.arrival for record in records), default=0.0)
     return max((wall if record.end is None else record.end for record in kept), default=wall) - first
 
 
 def _phases(before: EngineStats, after: EngineStats, wall: float, idle: float) -> dict[str, float]:
-    """Host is all that is neither in a model nor waiting for a request: planning, committing, this loop."""
+    """host = wall - draft - verify - idle: planning, committing and this loop."""
     draft, verify = after.draft_seconds - before.draft_seconds, after.verify_seconds - before.verify_seconds
     host = max(0.0, wall - idle - draft - verify)
     return {"draft": draft, "verify": verify, "host": host, "idle": idle}
 
 
 def gained(before: IntArray, after: IntArray) -> tuple[int, ...]:
-    """Counts of this run; positions nobody reached are left out."""
+    """after - before, without trailing zeros."""
     counts = after.copy()
     counts[: before.size] -= before
     return tuple(counts[: np.flatnonzero(counts)[-1] + 1].tolist()) if counts.any() else ()
 
 
 class _Timeline:
-    """Cuts a run into slices of the engine's statistics."""
+    """Slices of a run, from the engine's statistics."""
 
     def __init__(self, engine: Engine, width: float) -> None:
         self._engine = engine
@@ -297,7 +297,7 @@ class _Timeline:
 
     def stepped(self) -> None:
         last = self._engine.stats.last
-        if last is not None and last is not self._last:  # a step that only reads prompts leaves it as it was
+        if last is not None and last is not self._last:  # a step with prompts only does not change it
             self._last = last
             self._num_decoding_steps += 1
             self._num_drafting_steps += last.num_drafting > 0
@@ -309,7 +309,7 @@ class _Timeline:
             self._begin(now)
 
     def moments(self, now: float) -> tuple[Moment, ...]:
-        """All, the one that has not reached its end included."""
+        """All slices, with the last one if it emitted tokens."""
         rest = self._moment(now)
         return (*self._moments, rest) if rest.emitted else tuple(self._moments)
 

@@ -1,6 +1,6 @@
-"""Prompts of a wanted length: real text by category, cut or padded, random tokens, or nothing but the length.
+"""Prompts of a given length: real text by category, cut or padded, random tokens, or zeros.
 
-Knows the shipped texts, text files and how a chat template encloses a message. A tokenizer is given as functions.
+Knows the shipped texts, text files and how a chat template wraps a message. A tokenizer is given as a function.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Encode = Callable[[str], list[int]]
 
 class Prompts(Protocol):
     def take(self, length: int) -> tuple[str, Sequence[int]]:
-        """The next prompt, of that many tokens, and its category."""
+        """The category of the next prompt, and its `length` tokens."""
         ...
 
 
 @dataclass(frozen=True)
 class RandomPrompts:
-    """Where only cost matters."""
+    """For runs in which only cost matters."""
 
     vocab_size: int
     random: np.random.Generator
@@ -45,7 +45,7 @@ class RandomPrompts:
 
 
 class _Turns:
-    """Categories in turn, in an order drawn anew each round; texts likewise within their category."""
+    """Categories in turn, and texts in turn within each; every round is in a new random order."""
 
     def __init__(self, texts: Mapping[str, Sequence[str]], random: np.random.Generator) -> None:
         self._random = random
@@ -64,7 +64,7 @@ class _Turns:
 
 
 class Blank(Sequence[int]):
-    """A prompt of which only the length matters: all zeros, which take no memory, as an array neither."""
+    """A prompt of which only the length matters: zeros that take no memory, as a sequence or as an array."""
 
     __slots__ = ("_array", "_size")
 
@@ -89,11 +89,11 @@ class Blank(Sequence[int]):
         return self._array
 
 
-_blank = lru_cache(maxsize=None)(Blank)  # one for each length, however many requests have it
+_blank = lru_cache(maxsize=None)(Blank)  # requests of one length share one
 
 
 class BlankPrompts:
-    """Where nobody reads them. The categories come as they would with the texts, under the same seed."""
+    """For a simulator, which reads no prompts. Categories are those that `TextPrompts` draws with the same seed."""
 
     def __init__(self, texts: Mapping[str, Sequence[str]], random: np.random.Generator) -> None:
         self._turns = _Turns(texts, random)
@@ -104,7 +104,7 @@ class BlankPrompts:
 
 @dataclass
 class TextPrompts:
-    """Texts of the categories in turn."""
+    """Real texts, wrapped as a chat message."""
 
     texts: dict[str, list[str]]
     encode: Encode
@@ -124,7 +124,7 @@ class TextPrompts:
         return category, (*head, *self._body(category, chosen, room), *tail)
 
     def _body(self, category: str, chosen: int, length: int) -> list[int]:
-        """The text's beginning where it is too long; others of its kind in front of it where it is too short."""
+        """A long text is cut at its end; a short one is preceded by others of its category."""
         texts = self.texts[category]
         body = self._encoded(texts[chosen])[:length]
         before = chosen
@@ -132,7 +132,7 @@ class TextPrompts:
             before = (before - 1) % len(texts)
             body = self._encoded(texts[before] + _SEPARATOR)[-(length - len(body)) :] + body
             if before == chosen and not body:
-                raise ConfigError(f"--prompts: the texts of category {category!r} lead to no token of the model")
+                raise ConfigError(f"--prompts: the texts of category {category!r} encode to no token of the model")
         return body
 
     def _encoded(self, text: str) -> list[int]:
@@ -142,7 +142,7 @@ class TextPrompts:
 
 
 def read_texts(names: str) -> dict[str, list[str]]:
-    """By category, of one or several sources with commas between: shipped ones by name, and files."""
+    """Texts by category. `names` lists shipped sources and files, separated by commas."""
     found: dict[str, list[str]] = {}
     for name in names.split(","):
         path = SHIPPED.get(name) or Path(name).expanduser()
@@ -164,7 +164,9 @@ def _read(path: Path, name: str) -> list[tuple[str, str]]:
     except (OSError, EOFError, lzma.LZMAError, ValueError) as error:
         raise ConfigError(f"--prompts {name}: cannot be read ({error or type(error).__name__})") from None
     if not texts:
-        raise ConfigError(f"--prompts {name}: no text in it; expected paragraphs, or JSON Lines with prompt or turns")
+        raise ConfigError(
+            f"--prompts {name}: it holds no text; expected paragraphs, or JSON Lines with prompt or turns"
+        )
     return texts
 
 
@@ -180,7 +182,7 @@ def _text_of(record: Any, path: Path) -> tuple[str, str]:
 
 
 def enclosing_tokens(render: Callable[[Sequence[dict[str, str]]], str], encode: Encode) -> tuple[list[int], list[int]]:
-    """What a chat template puts around one message; nothing where it cannot say."""
+    """The tokens a chat template puts before and after one message; none if it refuses a single message."""
     try:
         before, found, after = render([{"role": "user", "content": _MARK}]).partition(_MARK)
     except InvalidRequest:

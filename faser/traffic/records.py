@@ -1,4 +1,4 @@
-"""What a benchmark plays and what it sees: the words that workloads, drivers, summaries and reports share.
+"""What is played and what is recorded: the values that workloads, drivers, summaries and reports share.
 
 Seconds are counted from the start of a run. Tokens are counted as tokens, never as stream events.
 """
@@ -24,26 +24,26 @@ class Item:
 class Workload:
     """Requests in order of arrival.
 
-    With `concurrency` it is a closed loop: so many are open at any time, the next one is sent when one ends, and
-    arrivals do not matter.
+    With `concurrency` it is a closed loop: that number of requests is open at any time, the next is sent when one
+    ends, and arrivals do not matter.
     """
 
     items: tuple[Item, ...]
     concurrency: int | None = None
-    about: Mapping[str, Any] = field(default_factory=dict)  # how it was made, for the report
+    about: Mapping[str, Any] = field(default_factory=dict)  # options and sizes, for the report
 
 
 @dataclass(frozen=True)
 class Record:
-    """What became of one request. What a system does not tell is None."""
+    """What became of one request. A value that the system does not report is None."""
 
     index: int  # in the workload
     category: str
     num_prompt: int
     arrival: float  # when it was due; in a closed loop, when it was sent
-    first: float | None  # when its first token was there
-    end: float | None  # and its last; None if it never ended
-    num_tokens: int  # put out
+    first: float | None  # when its first token came
+    end: float | None  # when its last token came; None if it never ended
+    num_tokens: int  # of its output
     error: str | None = None  # why it was lost: refused, dropped, failed
     drafted: int | None = None
     verified: int | None = None
@@ -62,8 +62,8 @@ class Moment:
     emitted: int  # tokens, in the slice
     drafted: int
     accepted: int
-    mean_length: float  # over the requests that decoded, 0 included
-    speculating: float  # share of its steps in which anybody drafted
+    mean_length: float  # drafted tokens per request and step, 0 included
+    speculating: float  # share of its steps in which any request drafted
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Run:
     phases: Mapping[str, float] = field(default_factory=dict)  # seconds by phase: draft, verify, host, idle
     verified_per_position: tuple[int, ...] = ()
     accepted_per_position: tuple[int, ...] = ()
-    context_rows: int | None = None  # rows of context the target computed, drafts not counted
+    context_rows: int | None = None  # rows the target computed, without those of drafts
     moments: tuple[Moment, ...] = ()
     partial: bool = False  # interrupted
     about: Mapping[str, Any] = field(default_factory=dict)  # models, device, versions, the rate it was played at

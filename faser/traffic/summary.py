@@ -1,6 +1,6 @@
-"""From what a run saw to its figures, as docs/metrics.md defines them.
+"""From the records of a run to its figures, as docs/metrics.md defines them.
 
-Knows records and arithmetic. Knows nothing of how a run was made, so the records of any system are judged alike.
+Knows records and arithmetic, and nothing of the system that was measured: all systems have the same definitions.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def e2e(record: Record) -> float | None:
 
 
 def tpot(record: Record) -> float | None:
-    """Seconds per token after the first; None where there is none."""
+    """Seconds per token after the first; None for a single token."""
     if record.first is None or record.end is None or record.num_tokens < 2:
         return None
     return (record.end - record.first) / (record.num_tokens - 1)
 
 
 def latency_per_token(record: Record) -> float | None:
-    """Seconds from the arrival to the end, per token."""
+    """Seconds from the arrival to the last token, divided by the tokens."""
     return None if record.end is None or not record.num_tokens else (record.end - record.arrival) / record.num_tokens
 
 
@@ -48,7 +48,7 @@ LATENCIES: dict[str, Callable[[Record], float | None]] = {
 
 @dataclass(frozen=True)
 class Slo:
-    """What a user calls fast enough: the most seconds of some latencies."""
+    """A service level objective: the most seconds of some latencies."""
 
     most: Mapping[str, float]
 
@@ -67,7 +67,7 @@ class Slo:
         return cls(most)
 
     def met_by(self, record: Record) -> bool:
-        """Only requests that ended can meet it; a latency that a request does not have does not fail it."""
+        """Only a request that ended can meet it. A latency that the request does not have is met."""
         if record.end is None or record.error is not None:
             return False
         seen = ((LATENCIES[name](record), most) for name, most in self.most.items())
@@ -79,7 +79,7 @@ def _list(names: Iterable[str]) -> str:
 
 
 def summarize(run: Run, slo: Slo | None = None) -> Summary:
-    """Every figure of FIGURES. Latencies are those of requests that ended; lost ones only count as lost."""
+    """Every figure of FIGURES. Latencies are over requests that ended; lost requests count only as lost."""
     kept = [record for record in run.records if record.error is None]
     ended = [record for record in kept if record.end is not None]
     output_tokens = sum(record.num_tokens for record in kept)
@@ -108,19 +108,19 @@ def _quantiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
 
 
 def rank(values: Sequence[float], share: float) -> float:
-    """The value that stands behind that share of them, as the scripts for other systems compute it."""
+    """The value at index int(share * n) of the sorted ones, as scripts for other systems compute it."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def _speculation(run: Run) -> dict[str, float | None]:
     drafted, verified, accepted = (total(run.records, name) for name in ("drafted", "verified", "accepted"))
-    judged = drafted if verified is None else verified  # a server that prunes nothing tells only what was drafted
-    wasted = None if judged is None or accepted is None else judged - accepted
-    rows = None if run.context_rows is None or judged is None else run.context_rows + judged
+    tried = drafted if verified is None else verified  # a server reports only what it drafted
+    wasted = None if tried is None or accepted is None else tried - accepted
+    rows = None if run.context_rows is None or tried is None else run.context_rows + tried
     lengths = add_lengths(run.records)
     steps = sum(lengths)
     return {
-        "acceptance": accepted / judged if judged and accepted is not None else None,
+        "acceptance": accepted / tried if tried and accepted is not None else None,
         "wasted_rows": wasted,
         "wasted_share": wasted / rows if rows and wasted is not None else None,
         "mean_length": sum(k * count for k, count in enumerate(lengths)) / steps if steps else None,
@@ -128,7 +128,7 @@ def _speculation(run: Run) -> dict[str, float | None]:
 
 
 def total(records: Iterable[Record], name: str) -> int | None:
-    """The sum over the records that tell it; None where none does."""
+    """The sum over the records that have the value; None if none has."""
     values = [value for value in (getattr(record, name) for record in records) if value is not None]
     return sum(values) if values else None
 
@@ -138,7 +138,7 @@ def add_lengths(records: Iterable[Record]) -> tuple[int, ...]:
 
 
 def categories(records: Iterable[Record]) -> dict[str, Category]:
-    """By name, in the order in which they first appear."""
+    """By name, in the order of first appearance."""
     found: dict[str, list[Record]] = {}
     for record in records:
         found.setdefault(record.category, []).append(record)
@@ -158,7 +158,7 @@ def _category(records: Sequence[Record]) -> Category:
 
 
 def group_runs(runs: Iterable[RunDocument]) -> tuple[GroupDocument, ...]:
-    """Median and spread over repeats. An interrupted repeat counts only where no other is there."""
+    """Median and spread over repeats. An interrupted repeat counts only if all are interrupted."""
     found: dict[tuple[str, float | None, int | None], list[RunDocument]] = {}
     for run in runs:
         found.setdefault(run.group, []).append(run)

@@ -1,6 +1,6 @@
-"""Traces: when requests arrived, how long their prompts were and how long their answers.
+"""Traces: arrival, prompt length and output length of recorded requests.
 
-Knows CSV and JSON Lines, plain or compressed with xz, and the headers people use. Knows nothing of tokens or text.
+Reads CSV and JSON Lines, plain or compressed with xz, under the usual column names. Knows nothing of tokens or text.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def open_text(path: Path) -> IO[str]:
     return path.open(encoding="utf-8-sig", newline="")
 
 
-@lru_cache(maxsize=2)  # asked for again under every load
+@lru_cache(maxsize=2)  # read again for every load
 def read_trace(name: str) -> tuple[Row, ...]:
-    """A shipped one by name, or a file. Arrivals count from the first row."""
+    """A shipped trace by name, or a file. Arrivals count from the first row."""
     path = SHIPPED.get(name) or Path(name).expanduser()
     if not path.is_file():
         raise ConfigError(f"trace {name}: no such file; give a CSV or JSON Lines file, or one of {', '.join(SHIPPED)}")
@@ -55,14 +55,14 @@ def read_trace(name: str) -> tuple[Row, ...]:
         with open_text(path) as file:
             rows = list(_rows(_records(file, path), name))
     except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"trace {name}: cannot be read ({error or type(error).__name__}); is it whole?") from None
+        raise ConfigError(f"trace {name}: cannot be read ({error or type(error).__name__}); is it complete?") from None
     if not rows:
-        raise ConfigError(f"trace {name}: no request in it; expected one a line")
+        raise ConfigError(f"trace {name}: it holds no request; expected one a line")
     return tuple(replace(row, arrival=row.arrival - rows[0].arrival) for row in rows)
 
 
 def _records(file: IO[str], path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Line numbers and what stands there."""
+    """(line number, record)."""
     if ".csv" in path.suffixes:
         reader = csv.DictReader(file)
         yield from ((reader.line_num, record) for record in reader)
@@ -128,23 +128,23 @@ def _count(value: Any, what: str) -> int:
         count = -1
     if count < 0:
         raise ConfigError(f"{what} length {value!r}: expected a number of tokens")
-    return max(1, count)  # a request with nothing to compute is no request
+    return max(1, count)  # the engine takes no request without tokens
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Which part of a trace is played, and how fast. Seconds; None leaves things as they are."""
+    """Which part of a trace is played, and how fast. Seconds; None changes nothing."""
 
     start: float = 0.0
     duration: float | None = None  # of the trace, from `start` on
-    span: float | None = None  # what that duration becomes
-    scale: float | None = None  # times the rate
-    rate: float | None = None  # or the mean rate itself
-    repeats: bool = False  # within a span, a rate above the trace's is met by taking requests several times
+    span: float | None = None  # the length `duration` is compressed or stretched to
+    scale: float | None = None  # factor on the rate
+    rate: float | None = None  # requests per second on average, instead of `scale`
+    repeats: bool = False  # with a span: reach a rate above the trace's by taking requests several times
 
 
 def retime(rows: Sequence[Row], timing: Timing, random: np.random.Generator) -> list[Row]:
-    """Clip, then change the rate: by time alone, or, where the span is given, by leaving requests out."""
+    """Clip, then change the rate: by stretching time or, with a span, by leaving requests out."""
     end = math.inf if timing.duration is None else timing.start + timing.duration
     kept = [replace(r, arrival=r.arrival - timing.start) for r in rows if timing.start <= r.arrival < end]
     if not kept:
@@ -171,15 +171,17 @@ def retime(rows: Sequence[Row], timing: Timing, random: np.random.Generator) -> 
 
 
 def _repeated(rows: Sequence[Row], count: int, duration: float, random: np.random.Generator) -> list[Row]:
-    """Every request about as often. Each time it comes between its own arrival and the next one's, so that the copies
-    rise and fall as the trace does."""
-    whole, rest = divmod(count, len(rows))
-    chosen = np.concatenate([np.repeat(np.arange(len(rows)), whole), random.permutation(len(rows))[:rest]])
+    """Take every request equally often, give or take one.
+
+    A copy arrives between its original and the next request, so that the load keeps the shape of the trace.
+    """
+    times, rest = divmod(count, len(rows))
+    chosen = np.concatenate([np.repeat(np.arange(len(rows)), times), random.permutation(len(rows))[:rest]])
     edges = np.array([*(row.arrival for row in rows), duration])
     arrivals = edges[chosen] + random.random(count) * np.diff(edges)[chosen]
     order = np.argsort(arrivals, kind="stable")
-    again = zip(arrivals[order].tolist(), chosen[order].tolist(), strict=True)
-    return [Row(arrival, rows[i].num_prompt, rows[i].num_output) for arrival, i in again]
+    copies = zip(arrivals[order].tolist(), chosen[order].tolist(), strict=True)
+    return [Row(arrival, rows[i].num_prompt, rows[i].num_output) for arrival, i in copies]
 
 
 def _stretched(rows: Sequence[Row], factor: float) -> list[Row]:

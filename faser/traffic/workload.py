@@ -1,8 +1,8 @@
-"""Makes workloads: arrivals from a trace or a process, lengths, prompts; and keeps them in files.
+"""Makes workloads: arrivals from a trace or a process, lengths, prompts; saves and loads them.
 
-Knows how the parts fit together. Everything is drawn from one seed: the same options give the same requests, and under
-another load the same prompts come at other times. A file of a workload is JSON Lines, one request a line, and scripts
-play it through other systems: {"arrival": …, "prompt_token_ids": […], "max_tokens": …, "category": …}.
+Everything is drawn from one seed: the same options give the same requests, and another load gives the same prompts at
+other times. A workload file is JSON Lines, one request a line, which scripts play through other systems:
+{"arrival": …, "prompt_token_ids": […], "max_tokens": …, "category": …}.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from faser.traffic.traces import Row, Timing, read_trace, retime
 
 DEFAULT_ARRIVALS = "poisson:1"
 DEFAULT_DURATION = 30.0
-LEAST_CLOSED = 16  # requests of a closed loop
-ROUNDS_CLOSED = 4  # and for each that is open at a time
+LEAST_CLOSED = 16  # requests of a closed loop, or
+ROUNDS_CLOSED = 4  # times its concurrency, whichever is more
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,16 @@ class Vocabulary:
 
     vocab_size: int
     max_model_len: int | None  # None where it is not known
-    encode: Callable[[str], list[int]] | None  # None without a tokenizer: only random tokens can be had
-    around: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))  # of a chat message
-    is_blank: bool = False  # nobody reads prompts: of the right length and category, they hold nothing
+    encode: Callable[[str], list[int]] | None  # None without a tokenizer: only random prompts are possible
+    around: tuple[list[int], list[int]] = field(
+        default_factory=lambda: ([], [])
+    )  # what the chat template puts before and after a message
+    is_blank: bool = False  # prompts have a length and a category, and hold only zeros
 
 
 @dataclass(frozen=True)
 class Load:
-    """How much traffic: a mean rate, so many at a time, or, with neither, what the source says."""
+    """How much traffic: a mean rate, a concurrency, or, with neither, the source's own rate."""
 
     rate: float | None = None
     concurrency: int | None = None
@@ -50,13 +52,13 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadOptions:
-    """What `faser bench` can be told about its traffic, checked."""
+    """The traffic options of `faser bench`, checked."""
 
-    trace: str | None = None  # arrivals and lengths; with `arrivals`, lengths only
+    trace: str | None = None  # gives arrivals and lengths; with `arrivals` given, only lengths
     arrivals: str | None = None
     timing: Timing = field(default_factory=Timing)
     requests: int | None = None  # the most
-    prompt_len: tuple[int, int] = (128, 128)  # without a trace: drawn evenly from these
+    prompt_len: tuple[int, int] = (128, 128)  # without a trace: uniform between these
     output_len: tuple[int, int] = (64, 64)
     length_scale: float = 1.0
     max_prompt: int | None = None
@@ -100,7 +102,7 @@ def make_workload(options: WorkloadOptions, load: Load, vocabulary: Vocabulary) 
 
 
 def check_traffic(options: WorkloadOptions, loads: Iterable[Load]) -> None:
-    """Raises ConfigError for all that can be known to be wrong without a model."""
+    """Raises ConfigError for everything that is wrong whatever the model."""
     for load in loads:
         _rows(options, load)
     if options.prompts != RANDOM:
@@ -108,7 +110,7 @@ def check_traffic(options: WorkloadOptions, loads: Iterable[Load]) -> None:
 
 
 def poisson_traffic(options: WorkloadOptions, rate: float, least: int) -> WorkloadOptions:
-    """Poisson arrivals for the default duration, or for as many seconds as `least` requests take to arrive."""
+    """Poisson arrivals for the default duration, or longer, until `least` requests have arrived."""
     process = f"poisson:{rate:g}"
     longest = max(DEFAULT_DURATION, 20 * least / rate)
     times = parse_arrivals(process).times(longest, _generator(options, 0))
@@ -117,13 +119,13 @@ def poisson_traffic(options: WorkloadOptions, rate: float, least: int) -> Worklo
 
 
 def probe_items(options: WorkloadOptions, vocabulary: Vocabulary, number: int) -> tuple[Item, ...]:
-    """Requests of the lengths of the traffic, for a calibration. Random tokens, so that no prompt is cached."""
+    """Requests with the traffic's lengths, for a calibration. Random tokens, so that no prefix is cached."""
     probe = replace(options, prompts=RANDOM, requests=number)
     return make_workload(probe, Load(concurrency=1), vocabulary).items
 
 
 def _generator(options: WorkloadOptions, purpose: int) -> np.random.Generator:
-    """Of its own for each purpose, so that one does not move the other."""
+    """One generator per purpose, so that a draw for one does not shift the others."""
     return np.random.default_rng([options.seed, purpose])
 
 
@@ -144,7 +146,7 @@ def _rows(options: WorkloadOptions, load: Load) -> list[Row]:
 
 
 def _lengths(options: WorkloadOptions, times: Sequence[float]) -> list[Row]:
-    """Of the trace's requests in turn, or drawn."""
+    """Rows at these times, with the trace's lengths in turn, or with drawn ones."""
     if options.trace is not None:
         rows = [row for row in read_trace(options.trace) if row.arrival >= options.timing.start]
         if not rows:
@@ -159,14 +161,14 @@ def _lengths(options: WorkloadOptions, times: Sequence[float]) -> list[Row]:
 
 
 def _fit(rows: Sequence[Row], options: WorkloadOptions, max_model_len: int | None) -> list[Row]:
-    """Scaled, then cut to what the user and the model take; an output is cut before a prompt."""
-    whole = max_model_len or math.inf
+    """Scale the lengths, then cut them to the options and to the model; an output is cut before a prompt."""
+    most = max_model_len or math.inf
     fitted = []
     for row in rows:
         prompt = min(max(1, round(row.num_prompt * options.length_scale)), options.max_prompt or math.inf)
         output = min(max(1, round(row.num_output * options.length_scale)), options.max_output or math.inf)
-        prompt = min(prompt, whole - 1)
-        fitted.append(Row(row.arrival, int(prompt), int(min(output, whole - prompt))))
+        prompt = min(prompt, most - 1)
+        fitted.append(Row(row.arrival, int(prompt), int(min(output, most - prompt))))
     return fitted
 
 
@@ -195,7 +197,7 @@ def _describe(options: WorkloadOptions) -> dict[str, Any]:
 
 
 def describe_items(items: Sequence[Item]) -> dict[str, Any]:
-    """Sizes, for people and the report."""
+    """Sizes, for the report."""
     return {
         "num_requests": len(items),
         "seconds": items[-1].arrival,
@@ -206,7 +208,7 @@ def describe_items(items: Sequence[Item]) -> dict[str, Any]:
 
 
 def describe_loads(played: Sequence[tuple[Load, Workload]]) -> dict[str, Any]:
-    """How they were made, all alike, and of each load what it is."""
+    """What all loads have in common, and under `loads` the sizes of each."""
     sizes = ("num_requests", "seconds", "mean_prompt_tokens", "mean_output_tokens")
     about = {name: value for name, value in played[0][1].about.items() if name not in sizes}
     return {
@@ -223,19 +225,19 @@ def describe_loads(played: Sequence[tuple[Load, Workload]]) -> dict[str, Any]:
 
 
 def mean_rate(items: Sequence[Item]) -> float | None:
-    """Requests per second, from the first arrival to the last; None where they come at once."""
+    """Requests per second, from the first arrival to the last; None if all arrive at once."""
     seconds = items[-1].arrival - items[0].arrival
     return (len(items) - 1) / seconds if seconds else None
 
 
 def own_rate(options: WorkloadOptions) -> float:
-    """Of the source as it is, before anybody asks for a rate."""
+    """Requests per second of the source itself."""
     rows = _rows(replace(options, timing=replace(options.timing, rate=None)), Load())
     return len(rows) / (rows[-1].arrival or 1.0)
 
 
 def at_rate(workload: Workload, load: Load) -> Workload:
-    """A workload from a file under another load: its times stretched, or none."""
+    """A workload from a file under another load: its arrivals are stretched to the rate."""
     natural = mean_rate(workload.items)
     items = workload.items
     if load.rate is not None:
@@ -270,16 +272,16 @@ def load_workload(path: Path) -> Workload:
             reason = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise ConfigError(f"--workload {path}: line {number}: {reason}") from None
     if not items:
-        raise ConfigError(f"--workload {path}: no request in it; expected one a line")
+        raise ConfigError(f"--workload {path}: it holds no request; expected one a line")
     return Workload(tuple(items), None, {"file": path.name, **describe_items(items)})
 
 
 def check_tokens(workload: Workload, vocab_size: int) -> None:
-    """Raises ConfigError for ids the model does not have."""
+    """Raises ConfigError for token ids outside the model's vocabulary."""
     highest = max(max(item.prompt_token_ids) for item in workload.items)
     if highest >= vocab_size:
         raise ConfigError(
-            f"the workload holds token {highest}, and the model has {vocab_size}, from 0; it was made for another model"
+            f"the workload holds token {highest}, and the model has {vocab_size} tokens; it was made for another model"
         )
 
 

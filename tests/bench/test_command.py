@@ -131,7 +131,7 @@ def test_a_signal_still_writes_what_was_measured(
         status=status,
     )  # fmt: skip
     assert [(run["system"], run["partial"]) for run in document["runs"]] == [("off", False), ("fixed:1", True)]
-    assert err.endswith(f"faser: {word}; the runs measured so far were kept\n")
+    assert err.endswith(f"faser: {word}; the runs measured so far are kept\n")
     assert any("fixed:1 (partial)" in line for line in lines)
     assert len(json.loads(out.read_text())["runs"]) == 2
     assert "fixed:1" in (page / "report.html").read_text()
@@ -187,7 +187,7 @@ def test_a_run_cut_by_sigterm_leaves_no_process_and_no_temporary_file(folder, tm
     environment = {**os.environ, "TMPDIR": str(temporary), "PATH": f"{browser.parent}:{os.environ['PATH']}"}
     held = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     done = subprocess.run(
-        [sys.executable, "-c", f"import sys, faser.cli.main; sys.exit(faser.cli.main({given!r}))"],
+        [sys.executable, "-c", f"import sys, faser.cli.main; sys.exit(faser.cli.main.main({given!r}))"],
         env=environment, capture_output=True, text=True,
     )  # fmt: skip
     os.set_blocking(held, True)
@@ -218,7 +218,7 @@ def test_the_engine_is_driven_without_what_only_servers_need(folder):
     given = ["bench", "--model", str(folder), "--draft", "ngram", "--device", "cpu", *TRAFFIC]
     lacking = ("msgspec", "starlette", "uvicorn", "uvloop", "httptools", "gguf", "matplotlib", "prometheus_client",
                "shtab", "llguidance", "huggingface_hub")  # fmt: skip
-    done = behind_the_wall(f"import sys, faser.cli.main; sys.exit(faser.cli.main({given!r}))", lacking)
+    done = behind_the_wall(f"import sys, faser.cli.main; sys.exit(faser.cli.main.main({given!r}))", lacking)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["version"] == 1
 
@@ -239,7 +239,7 @@ def test_a_server_is_played_without_a_model_and_its_losses_are_counted(capsys, t
         assert "1 of 3 requests lost: status 503: try again later" in err
         assert "secret" not in json.dumps(document)
         _, _, err = bench(capsys, "--url", stub.url, "--workload", workload_file(tmp_path, BUSY, BUSY), status=1)
-        assert "no request of the calibration was answered, so it is not known how long this takes" in err
+        assert "no request of the calibration was answered, so the duration is unknown" in err
         assert "all at once: 2 requests, 1 system, 0 s or more" in err
 
 
@@ -264,7 +264,7 @@ def test_an_unreachable_server_is_an_error_in_one_line(capsys):
     ("given", "says"),
     [
         (["--policies", "warp"], "policy 'warp': expected off, or fixed:K"),
-        (["--policies", "fixed:3..1"], "expected a range that rises"),
+        (["--policies", "fixed:3..1"], "expected a rising range"),
         (["--policies", "fixed:1..99"], "to 32 at most"),
         (["--model", "x", "--policies", "fixed:1"], "needs a draft"),
         (["--url", "http://x", "--policies", "off"], "--policies is for FASER in this process"),
@@ -311,7 +311,7 @@ def test_the_example_is_what_its_script_makes_and_survives_a_round():
 
 @pytest.mark.parametrize("given", [{}, {"version": 2}, {"version": 1}, {"version": 1, "command": [], "runs": [1]}])
 def test_what_is_no_document_is_refused(given):
-    with pytest.raises(ConfigError, match="no document of faser bench"):
+    with pytest.raises(ConfigError, match="not a document of faser bench"):
         Document.from_dict(given)
 
 

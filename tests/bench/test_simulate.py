@@ -136,7 +136,7 @@ def test_neither_torch_nor_a_tokenizer_is_needed():
     given = ["simulate", *TRAFFIC, "--policies", "off,fixed:2", "--replicas", "2"]
     lacking = ("torch", "tokenizers", "transformers", "safetensors", "huggingface_hub", "gguf", "msgspec", "starlette",
                "uvicorn", "llguidance", "rich", "jinja2", "shtab", "prometheus_client")  # fmt: skip
-    done = behind_the_wall(f"import sys, faser.cli.main; sys.exit(faser.cli.main({given!r}))", lacking)
+    done = behind_the_wall(f"import sys, faser.cli.main; sys.exit(faser.cli.main.main({given!r}))", lacking)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["version"] == 1
 

@@ -82,11 +82,11 @@ HEAD = "arrival,prompt_tokens,output_tokens\n"
         ("a.csv", (HEAD + "2,5,many\n").encode(), "line 2: output length 'many'"),
         ("a.csv", (HEAD + "soon,5,5\n").encode(), "arrival 'soon'"),
         ("a.csv", (HEAD + "2,5\n").encode(), "no column output_tokens"),
-        ("a.csv", HEAD.encode(), "no request in it"),
-        ("a.csv", b"", "no request in it"),
+        ("a.csv", HEAD.encode(), "holds no request"),
+        ("a.csv", b"", "holds no request"),
         ("a.csv", b"\xff\xfe\x00", "cannot be read"),
         ("a.csv.xz", b"no xz at all", "cannot be read"),
-        ("a.csv.xz", SHIPPED["azure-conv"].read_bytes()[:9999], "cannot be read .*is it whole"),
+        ("a.csv.xz", SHIPPED["azure-conv"].read_bytes()[:9999], "cannot be read .*is it complete"),
         ("a.jsonl", b"1,2,3\n", "line 1 is no JSON|line 1: expected an object"),
         ("a.jsonl", b"[1]\n", "line 1: expected an object"),
     ],
@@ -311,7 +311,7 @@ def test_a_workload_survives_its_file(tmp_path):
     loaded = load_workload(tmp_path / "new" / "w.jsonl")
     assert loaded.items == workload.items
     check_tokens(loaded, 5000)
-    with pytest.raises(ConfigError, match="the model has 10, from 0; it was made for another"):
+    with pytest.raises(ConfigError, match="the model has 10 tokens; it was made for another"):
         check_tokens(loaded, 10)
 
 
@@ -336,7 +336,7 @@ def test_a_saved_workload_has_the_fields_that_scripts_for_other_systems_read(tmp
         ('{"arrival": 0, "prompt_token_ids": ["a"], "max_tokens": 1}', "prompt_token_ids"),
         ('{"arrival": 0, "prompt_token_ids": [1], "max_tokens": 0}', "max_tokens 0"),
         ("[]", "line 1: "),
-        ("", "no request in it"),
+        ("", "holds no request"),
     ],
 )
 def test_a_wrong_workload_file_is_refused(tmp_path, line, says):
