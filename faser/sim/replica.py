@@ -1,6 +1,6 @@
 """A simulated machine: the real engine and scheduler over a profile.
 
-Knows how the parts are put together. What is asked of it comes as a `Machine`, the same for every replica and policy.
+Puts the parts together. A `Machine` holds the options, the same for every replica and policy.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ def load_profile(name: str) -> Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One GPU and what runs on it."""
+    """One GPU and the options of its engine."""
 
     profile: Profile
     max_running: int = 256
     max_batch_tokens: int = 4096
-    max_step_ms: float = 0.0  # a step takes no more prompt rows than fit; 0: no bound
+    max_step_ms: float = 0.0  # bounds the prompt rows of a step; 0: no bound
     max_model_len: int = 4096
-    kv_tokens: int | None = None  # of each pool; None: as many as can ever be asked for
+    kv_tokens: int | None = None  # of each pool; None: enough for max_running full requests
     page_size: int = 16
     runs_ahead: bool = True  # the next step is planned while one runs
-    noise: float = 0.0  # standard deviation of a step's seconds, as a share of them
-    overlap: str = "off"  # drafting with verification, as far as the profile knows what that takes
+    noise: float = 0.0  # relative standard deviation of a step's seconds
+    overlap: str = "off"  # drafting beside verification, if the profile has measured it
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_batch_tokens", "max_model_len", "kv_tokens", "page_size"):
@@ -72,12 +72,12 @@ class Machine:
 
     @property
     def num_pages(self) -> int:
-        """Of each pool."""
+        """Pages of each pool."""
         most = self.max_running * -(-self.max_model_len // self.page_size)
         return most if self.kv_tokens is None else min(most, max(1, self.kv_tokens // self.page_size))
 
     def check_size(self, num_prompt: int, num_output: int) -> None:
-        """Raises RequestTooLong for a request that can never be served, as the scheduler does."""
+        """Raises RequestTooLong for a request that can never be served, like the scheduler."""
         total, most = num_prompt + num_output, min(self.max_model_len, self.num_pages * self.page_size)
         if total > most:
             raise RequestTooLong(f"{num_prompt} prompt tokens + {num_output} = {total}, but a replica takes {most}")
@@ -89,27 +89,27 @@ def _option(name: str) -> str:
 
 @dataclass(frozen=True)
 class Replica:
-    """An engine with a time of its own."""
+    """An engine and its time."""
 
     engine: Engine
     time: VirtualTime
 
 
 class _SilentCost(ProfiledCost):
-    """Nobody looks at what the engine predicts, so nothing is spent on it."""
+    """Saves the time of predictions, which a simulation does not report."""
 
     def predict(self, plan: StepPlan) -> float:
         return 0.0
 
 
 class _IdleCost(_SilentCost):
-    """Nor at anything else, where the policy goes by no cost."""
+    """Saves the time of learning too, for a policy that uses no cost."""
 
     def learn(self, plan: StepPlan, spent: StepSeconds, seconds: float) -> None: ...
 
 
 def make_replica(machine: Machine, policy: str, oracle: Oracle, seed: int = 0, watch: Watch | None = None) -> Replica:
-    """Empty, at second 0, under a policy that has learned nothing yet. `seed` is of the noise alone."""
+    """Empty, at second 0, under a policy that has learned nothing. `seed` is that of the noise."""
     chosen, limits, time = make_policy(policy), machine.limits, VirtualTime()
     goes_by_cost = getattr(chosen, "needs_cost", False)
     cost = _SilentCost(machine.profile) if goes_by_cost else _IdleCost(machine.profile)
@@ -143,5 +143,5 @@ def _pool(machine: Machine) -> PagePool:
 
 
 def _speculates(policy: Policy) -> bool:
-    """A policy that never drafts need not be asked."""
+    """False for a policy that never drafts, which is then not asked."""
     return getattr(policy, "max_length", 1) > 0

@@ -1,7 +1,7 @@
-"""How fast one replica is under a policy, by the number of requests on it: measured in the exact simulator.
+"""How fast one replica is under a policy, by the number of decoding requests: measured in the exact simulator.
 
-Closed loops over the workload's own lengths give, at every size of the batch, what a step takes, how many tokens it
-brings, and what prompts add to it. A cluster of a thousand replicas is then simulated with these tables (fluid.py).
+Closed loops over the workload's own lengths give, at every batch size, the seconds of a step, its tokens, and what
+prompts add to it. fluid.py simulates a thousand replicas with these tables.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from faser.step import StepPlan, StepResult
 from faser.traffic.play import Stopped, never, play
 from faser.traffic.records import Item, Workload
 
-WARM_REQUESTS = 8  # that end, beside as many as are open, before anything counts
-LEAST_REQUESTS = 24  # that end while it counts, or ROUNDS for each that is open
-ROUNDS = 2
-LEAST_STEPS = 8  # without prompts; where there are fewer, all count for how requests decode
+WARM_REQUESTS = 8  # the warm-up ends when this number + concurrency requests have ended
+LEAST_REQUESTS = 24  # that end while it is measured, or
+ROUNDS = 2  # times the concurrency, whichever is more
+LEAST_STEPS = 8  # without prompts; if there are fewer, steps with prompts count too
 
 
 @dataclass(frozen=True)
 class ThroughputTable:
-    """Tables by the number of requests that decode, 0 to the most: [most + 1]."""
+    """Tables by the number of decoding requests, from 0 to max_running: [max_running + 1]."""
 
     step: FloatArray  # seconds of a step without prompts
-    gain: FloatArray  # tokens that each of the requests gets in it
+    gain: FloatArray  # tokens of each request in that step
     prompt_step: FloatArray  # seconds of a step with prompts, without their rows
-    prompt_row: FloatArray  # seconds more for each of these
-    late_row: FloatArray  # and of drafts that catch up with it in a later step
-    prompt_gain: FloatArray  # tokens that each request that decodes gets in such a step
-    prompt_width: FloatArray  # and rows it takes, its drafts among them
+    prompt_row: FloatArray  # seconds of one prompt row in that step
+    late_row: FloatArray  # seconds of one prompt row in a later step, when the draft catches up
+    prompt_gain: FloatArray  # tokens of each decoding request in a step with prompts
+    prompt_width: FloatArray  # rows of each decoding request in a step with prompts, drafts included
 
 
 @dataclass(frozen=True)
 class _Step:
-    """What one step of a closed loop did."""
+    """One step of a closed loop."""
 
-    decoding: int  # requests
-    tokens: int  # they got
-    rows: int  # they took
+    decoding: int  # requests that decode
+    tokens: int  # emitted by them
+    rows: int  # computed for them
     prompt_rows: int
-    seconds: float  # of what they did
-    extra: float  # of prompts, and of drafts that catch up with them
+    seconds: float  # without prompts and catching up
+    extra: float  # seconds of prompts and of drafts that catch up with them
 
 
 class _Watcher:
-    """Takes steps apart as they run: what they would have been without prompts, and the rest."""
+    """Splits the seconds of every step: without prompts, and the rest."""
 
     def __init__(self, cost: ProfiledCost) -> None:
         self._cost = cost
@@ -61,7 +61,7 @@ class _Watcher:
     def __call__(self, plan: StepPlan, result: StepResult) -> None:
         decodes = plan.samples & (plan.num_rows == 1)
         alone = plan.of(decodes)
-        alone = replace(alone, draft_rows=np.minimum(alone.draft_rows, 1))  # as if the drafts of all had kept up
+        alone = replace(alone, draft_rows=np.minimum(alone.draft_rows, 1))  # as if no draft had to catch up
         extra = self._cost.predict(plan) - (self._cost.predict(alone) if alone.slots.size else 0.0)
         spent = result.seconds.total + self._cost.host
         count, drafted = int(np.count_nonzero(decodes)), int(plan.lengths.sum())
@@ -85,7 +85,7 @@ def measure_throughput(
     seed: int,
     stopped: Stopped = never,
 ) -> ThroughputTable | None:
-    """Over the workload's requests in an order drawn by the seed. None if `stopped` ends it."""
+    """Over the workload's requests in a random order. None if `stopped` ends it."""
     loops = _Loops(machine, policy, workload, acceptance, seed, stopped)
     points = []
     for size in sizes_up_to(machine.max_running):
@@ -99,7 +99,7 @@ def measure_throughput(
 
 
 def sizes_up_to(most: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16, … and the most."""
+    """1, 2, 3, 4, 6, 8, 12, 16, … and `most`."""
     doubled = [2**power for power in range(most.bit_length())]
     between = [3 * 2**power for power in range(most.bit_length())]
     return sorted({size for size in (*doubled, *between) if size < most} | {most})
@@ -117,7 +117,7 @@ class _Loops:
     stopped: Stopped
 
     def steps_of(self, size: int) -> list[_Step]:
-        """With `size` requests open: from when the loop has settled until before it runs dry."""
+        """The steps with `size` requests open, from the end of the warm-up until none is left to send."""
         warm = size + WARM_REQUESTS
         enough = warm + max(LEAST_REQUESTS, ROUNDS * size)
         items = self._drawn(enough + size)
@@ -144,14 +144,14 @@ class _Loops:
         return watcher.steps[started:] or watcher.steps
 
     def _drawn(self, number: int) -> tuple[Item, ...]:
-        """The same ones first, whatever the number."""
+        """The first `number` of one random order."""
         order = np.random.default_rng([self.seed, 4]).permutation(len(self.workload.items))
         return tuple(self.workload.items[i] for i in np.resize(order, number).tolist())
 
 
 @dataclass(frozen=True)
 class _Point:
-    """What a loop says of one size: means over its steps. `at` is the number of requests that decoded in them."""
+    """Means over the steps of a loop. `at` is the mean number of decoding requests."""
 
     at: float
     step: float
@@ -171,7 +171,7 @@ def _point(steps: Sequence[_Step]) -> _Point:
     mixed = [step for step in steps if step.prompt_rows]
     base, row = _fitted(mixed)
     rows = sum(step.prompt_rows for step in mixed)
-    late = sum(step.extra for step in steps if not step.prompt_rows)  # of drafts that catch up with prompts
+    late = sum(step.extra for step in steps if not step.prompt_rows)  # drafts that catch up with prompts
     return _Point(
         at=_mean(plain, "decoding"),
         step=_mean(plain, "seconds"),
@@ -195,7 +195,7 @@ def _per_request(steps: Sequence[_Step], name: str) -> float:
 
 
 def _fitted(mixed: Sequence[_Step]) -> tuple[float, float]:
-    """Seconds that prompts add to a step, whatever their rows, and for each of these."""
+    """extra ≈ base + row · prompt_rows, in seconds, by least squares."""
     rows = np.array([step.prompt_rows for step in mixed], dtype=np.float64)
     extra = np.array([step.extra for step in mixed])
     if not rows.size:

@@ -58,7 +58,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Stack:
-    """One row of parts; `text` stands at its end."""
+    """A bar of several parts; `text` stands at its end."""
 
     name: str
     parts: tuple[float, ...]
@@ -76,7 +76,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Panel:
-    """Traces over the same time that share an axis."""
+    """Traces that share an axis."""
 
     axis: Axis
     traces: tuple[Trace, ...]
@@ -104,7 +104,7 @@ def _columns(levels: Sequence[float], place: Scale, show: Callable[[float], str]
 
 
 def _legend(entries: Sequence[tuple[str, Look]], left: float, right: float, y: float) -> tuple[list[Markup], float]:
-    """Swatches with names from the left, in as many rows as it takes; also where they end."""
+    """Swatches with names, in as many rows as needed; returns the last row's y too."""
     drawn, x = [], left
     for name, look in entries:
         needed = 16 + width_of(name) + 14
@@ -176,7 +176,7 @@ def _line(
 
 
 def _unbroken(points: Sequence[Point]) -> list[list[Point]]:
-    """Stretches without a missing value."""
+    """Runs of points without a missing value."""
     runs: list[list[Point]] = [[]]
     for point in points:
         if point.y is None:
@@ -252,14 +252,14 @@ def stacked_bars(
 
 
 def _stack(stack: Stack, looks: Sequence[Look], x: Scale, middle: float, show: Callable[[float], str]) -> list[Markup]:
-    """The parts of one row, with figures where they fit."""
+    """The parts of one row, with their values if they fit."""
     drawn, total = [], 0.0
     for value, look, words in zip(stack.parts, looks, stack.tips, strict=True):
         start, end = x(total), x(total + value)
         total += value
         if end - start < 0.3:
             continue
-        gap = 1.0 if end - start > 3 else 0.0  # a thin seam between neighbours
+        gap = 1.0 if end - start > 3 else 0.0  # between neighbours
         bar = node("rect", tooltip(words), x=start, y=middle - 9, width=end - start - gap, height=18, fill=look.paint)
         drawn.append(bar)
         figure = show(value)
@@ -276,11 +276,11 @@ def grid(
     title: str, rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]],
     show: Callable[[float], str], tips: Sequence[Sequence[str]], size: Size,
 ) -> Markup:  # fmt: skip
-    """A table of shares, each cell the darker the larger its value."""
+    """A table of shares; a larger value has a darker cell."""
     names = min(max((width_of(row) for row in rows), default=0.0), size.width * 0.3)
     left = names + 10
     tilted = any(width_of(column) + 6 > min((size.width - left) / max(len(columns), 1), 92.0) for column in columns)
-    overhang = 28.0 if tilted else 0.0  # what the last name needs to the right of its column
+    overhang = 28.0 if tilted else 0.0  # of the last name, to the right of its column
     cell = min((size.width - left - overhang) / max(len(columns), 1), 92.0)
     top = 24 + (min(max(width_of(column) for column in columns), 96.0) * 0.72 if tilted else 0)
     row_height = 28
@@ -317,8 +317,10 @@ def _cell(
 
 
 def timeline(title: str, times: Sequence[float], panels: Sequence[Panel], strip: Trace | None, size: Size) -> Markup:
-    """Panels of steps over one time axis; a value holds from the time before to its own. The strip is darker the
-    larger its share."""
+    """Panels of step lines over one time axis; a value holds from the previous time to its own.
+
+    The strip is darker where its share is larger.
+    """
     edges = [first_edge(times), *times]
     labels = [panel.axis.show(level) for panel in panels for level in _panel_levels(panel)]
     left = 14 + max(map(width_of, labels), default=20.0)
@@ -350,7 +352,7 @@ def timeline(title: str, times: Sequence[float], panels: Sequence[Panel], strip:
 
 
 def first_edge(times: Sequence[float]) -> float:
-    """When the first slice began: it was about as long as the second, and none begins before the run."""
+    """The start of the first slice: 0, or one slice length before its end if slices are shorter."""
     if len(times) < 2:
         return 0.0
     length = times[1] - times[0]
@@ -378,7 +380,7 @@ def _panel(panel: Panel, edges: Sequence[float], x: Scale, top: float, bottom: f
 
 
 def _steps(values: Sequence[float | None], edges: Sequence[float]) -> list[list[tuple[float, float, float]]]:
-    """Unbroken stretches of (from, to, value), equal neighbours joined."""
+    """Runs of (from, to, value) without a gap; equal neighbours are joined."""
     runs: list[list[tuple[float, float, float]]] = [[]]
     for (start, end), value in zip(pairwise(edges), values, strict=True):
         if value is None:

@@ -54,7 +54,7 @@ class Chart:
     wide: Markup
     narrow: Markup
     name: str = ""  # of its image
-    data: str = ""  # JSON, for the tooltip of a time line
+    data: str = ""  # JSON for the tooltip of a time line
 
 
 def _both(name: str, draw: Callable[[Size], Markup], width: int, height: int = 0) -> Chart:
@@ -62,7 +62,7 @@ def _both(name: str, draw: Callable[[Size], Markup], width: int, height: int = 0
 
 
 def over_load(results: Results, figure: Figure, title: str, name: str) -> list[Chart]:
-    """A figure over the loads; bars where there is one load only. Clocks and closed loops do not share an axis."""
+    """A figure over the loads; bars for a single load. Rates and concurrencies have charts of their own."""
     drawn = []
     for unit in dict.fromkeys(load.unit for load in results.loads):
         loads = [load for load in results.loads if load.unit == unit]
@@ -105,7 +105,7 @@ def _load_bars(results: Results, loads: Sequence[Load], figure: Figure, title: s
 
 
 def positions(results: Results, load: Load) -> Chart | None:
-    """Acceptance by position in the draft, repeats added up."""
+    """Acceptance by position in the draft, over all repeats."""
     lines = []
     for system in results.systems:
         runs = results.runs.get((system.name, load), ())
@@ -130,7 +130,7 @@ def _added(lists: Iterable[Sequence[int]]) -> list[int]:
 
 
 def category_grid(results: Results, load: Load) -> Chart | None:
-    """Acceptance by category and system, repeats added up."""
+    """Acceptance by category and system, over all repeats."""
     counts: dict[str, dict[str, tuple[int, int]]] = {}  # verified and accepted, by system, then category
     for system in results.systems:
         for run in results.runs.get((system.name, load), ()):
@@ -170,7 +170,7 @@ def _category_tip(system: str, name: str, counts: tuple[int, int] | None) -> str
 
 
 def phases(results: Results, load: Load) -> Chart | None:
-    """Where the time of a run goes: shares, from seconds added over repeats."""
+    """Shares of a run's time by phase, over all repeats."""
     found: dict[str, Counter[str]] = {}
     for system in results.systems:
         for run in results.runs.get((system.name, load), ()):
@@ -195,7 +195,7 @@ def phases(results: Results, load: Load) -> Chart | None:
 
 
 def ablation(results: Results, load: Load) -> Chart | None:
-    """Throughput as one thing after the other is added; only where the document names the steps."""
+    """Throughput as one part after another is added, if the document names the steps."""
     named = results.document.about.get("ablation") or ()
     by_name = {system.name: system for system in results.systems}
     steps = [by_name[name] for name in named if isinstance(name, str) and name in by_name]
@@ -220,7 +220,7 @@ def ablation(results: Results, load: Load) -> Chart | None:
 
 
 def timeline(system: System, load: Load, runs: Sequence[RunDocument]) -> Chart | None:
-    """Of the first repeat that shows its inside."""
+    """Of the first repeat that has moments."""
     shown = sorted((run for run in runs if run.moments), key=lambda run: run.repeat)
     if not shown:
         return None
@@ -253,13 +253,13 @@ def timeline(system: System, load: Load, runs: Sequence[RunDocument]) -> Chart |
 
 
 def slices(moments: Sequence[Moment]) -> list[Moment]:
-    """At most MOST_SLICES, neighbours put together."""
+    """At most MOST_SLICES; neighbours are merged."""
     each = -(-len(moments) // MOST_SLICES)
-    return [_together(moments[index : index + each]) for index in range(0, len(moments), each)]
+    return [_merged(moments[index : index + each]) for index in range(0, len(moments), each)]
 
 
-def _together(moments: Sequence[Moment]) -> Moment:
-    """Lengths weigh by the bonus tokens, of which a request gets one in every step."""
+def _merged(moments: Sequence[Moment]) -> Moment:
+    """Lengths are weighted by bonus tokens: one per request and step."""
     number = len(moments)
     bonus = [moment.emitted - moment.accepted for moment in moments]
     weighted = sum(moment.mean_length * weight for moment, weight in zip(moments, bonus, strict=True))

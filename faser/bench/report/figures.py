@@ -20,7 +20,7 @@ CROWDED = 8  # systems; charts of more take the whole width
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of a run: how it is called, written and judged."""
+    """One figure of a run: its label, its unit and which way is better."""
 
     name: str  # in the document
     label: str
@@ -66,12 +66,12 @@ REST = {
 THROUGHPUT, LATENCY = SPEED["Output"][0], SPEED["Latency per output token"][0]
 
 DEFINITIONS = (
-    ("Output tokens/s", "tokens put out, divided by the seconds from the first arrival to the last token"),
+    ("Output tokens/s", "output tokens, divided by the seconds from the first arrival to the last token"),
     ("Latency per output token", "from a request's arrival to its last token, divided by its tokens; waiting included"),
     ("Time to first token (TTFT)", "from a request's arrival to its first token"),
     ("Time per output token (TPOT)", "from the first token to the last, divided by the tokens after the first"),
     ("End to end", "from a request's arrival to its last token"),
-    ("Mean, p50, p99", "over the requests of a run that ended; p99 is what 99 of 100 stay below"),
+    ("Mean, p50, p99", "over the requests of a run that ended; 99 % of the requests are below p99"),
     ("Goodput", "requests that met every latency the command asked for with --slo: their share, and how many a second"),
     ("Lost", "requests that were refused, dropped or failed; no other figure but goodput counts them"),
     ("Acceptance", "accepted tokens, divided by verified ones; by position, from 1, of those verified there"),
@@ -86,25 +86,25 @@ DEFINITIONS = (
 
 @dataclass(frozen=True)
 class Load:
-    """What was offered: by the clock, in a closed loop, or untold."""
+    """What was offered: a rate, a concurrency, or unknown."""
 
     rate: float | None
     concurrency: int | None
 
     @classmethod
     def of(cls, run: RunDocument | GroupDocument) -> Load:
-        """Rates that differ in the fourth digit are the same load, measured by two clocks."""
+        """Rates are compared in three digits: two systems measure the same load slightly differently."""
         return cls(None if run.rate is None else float(f"{run.rate:.3g}"), run.concurrency)
 
     @property
     def unit(self) -> str:
         if self.rate is not None:
             return "requests offered per second"
-        return "requests open at a time" if self.concurrency is not None else "load not told"
+        return "requests open at a time" if self.concurrency is not None else "load unknown"
 
     @property
     def short_unit(self) -> str:
-        return "requests/s" if self.rate is not None else "open" if self.concurrency is not None else "not told"
+        return "requests/s" if self.rate is not None else "open" if self.concurrency is not None else "unknown"
 
     @property
     def amount(self) -> float:
@@ -124,7 +124,7 @@ class Results:
     systems: tuple[System, ...]
     loads: tuple[Load, ...]
     groups: Mapping[tuple[str, Load], GroupDocument]
-    runs: Mapping[tuple[str, Load], Sequence[RunDocument]]  # partial ones only where there is nothing else
+    runs: Mapping[tuple[str, Load], Sequence[RunDocument]]  # partial ones only if all are partial
 
     @property
     def is_crowded(self) -> bool:
@@ -150,7 +150,7 @@ class Results:
         return max(found, key=lambda each: figure.better * each[0])[1] if found else None
 
     def references(self, load: Load, figure: Figure) -> list[System]:
-        """What ratios are taken of: `off`, and the best system that is not FASER."""
+        """The systems ratios are taken against: `off`, and the best that is not FASER."""
         off = [system for system in self.systems if system.name == "off"]
         other = self.best((system for system in self.systems if system.other), load, figure)
         return [*off, *([other] if other is not None else [])]
@@ -196,7 +196,7 @@ def signed(value: float) -> str:
 
 
 def shown(figure: Figure, value: float) -> str:
-    """With its unit, for tooltips."""
+    """A value with its unit, for tooltips."""
     return {"seconds": milliseconds, "share": percent}.get(figure.kind, plain)(value)
 
 
@@ -207,12 +207,12 @@ def ranged(figure: Figure, spread: Spread) -> str:
     return words
 
 
-def _told(value: object) -> str:
+def _in_words(value: object) -> str:
     """A value of `about` or `workload` in words."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{_name(key)} {_told(each)}" for key, each in value.items())
+        return ", ".join(f"{_name(key)} {_in_words(each)}" for key, each in value.items())
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(_told, value[:8])) + (f" and {len(value) - 8} more" if len(value) > 8 else "")
+        return ", ".join(map(_in_words, value[:8])) + (f" and {len(value) - 8} more" if len(value) > 8 else "")
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -228,13 +228,13 @@ def _name(key: object) -> str:
 
 def facts(given: Mapping[str, Any], without: Sequence[str] = ()) -> list[tuple[str, str]]:
     kept = {key: value for key, value in given.items() if key not in without and value not in (None, "", [], {}, ())}
-    return [(_name(key), _told(value)) for key, value in kept.items()]
+    return [(_name(key), _in_words(value)) for key, value in kept.items()]
 
 
 def headed(about: Mapping[str, Any]) -> str:
-    """The models, or what the page is."""
+    """The title of the page: the models."""
     model, draft = about.get("model"), about.get("draft")
-    return f"{_told(model or 'Benchmark')}{f', drafted by {_told(draft)}' if draft else ''}"
+    return f"{_in_words(model or 'Benchmark')}{f', drafted by {_in_words(draft)}' if draft else ''}"
 
 
 def when(created: str) -> str:

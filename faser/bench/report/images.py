@@ -24,7 +24,7 @@ def browser() -> str | None:
 
 
 def write_images(directory: Path, images: Mapping[str, Markup], say: Callable[[str], None]) -> list[Path]:
-    """Those that could be drawn; the first failure is said and ends it, because the next would fail alike."""
+    """Returns the files written. After the first failure none is tried: the next would fail too."""
     program = browser()
     if program is None:
         say(f"no PNGs beside the report: none of {', '.join(BROWSERS)} is on the path")
@@ -42,7 +42,7 @@ def write_images(directory: Path, images: Mapping[str, Markup], say: Callable[[s
 
 
 def _photograph(program: str, chart: Markup, path: Path) -> None:
-    """A chart on white at twice its size, by a browser with a profile of its own."""
+    """A chart on white at twice its size. The browser has a temporary profile."""
     width, height = (int(number) for number in chart.partition('viewBox="0 0 ')[2].partition('"')[0].split())
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         page, picture = Path(folder) / "chart.html", Path(folder) / "chart.png"
@@ -58,7 +58,7 @@ def _photograph(program: str, chart: Markup, path: Path) -> None:
 
 
 def _run_alone(command: Sequence[str]) -> None:
-    """In a session of its own: Ctrl-C in the terminal does not reach it, and its helpers end when it does."""
+    """In its own session: Ctrl-C in the terminal does not reach it, and its child processes end with it."""
     quiet = subprocess.DEVNULL
     with subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True) as process:
         try:

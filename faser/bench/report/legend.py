@@ -1,7 +1,7 @@
 """The systems of a report: how each is drawn and what each is.
 
-Knows the policies by name and in one sentence; `docs/policies.md` says more. A benchmark with systems of its own
-explains them in the document, in `about["systems"]` by name.
+One sentence for each policy; `docs/policies.md` has more. A benchmark with other systems explains them in the document,
+in `about["systems"]` by name.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class System:
 
 
 def systems_of(groups: Iterable[GroupDocument], about: Mapping[str, Any]) -> tuple[System, ...]:
-    """In the order of the document. Each has a marker of its own; where markers run out, colour and dash differ."""
+    """In the order of the document. Each has its own marker; when markers run out, colour and dash differ."""
     policies = {group.system: group.policy for group in groups}
     given = about.get("systems")
     told = given if isinstance(given, Mapping) else {}
@@ -59,7 +59,7 @@ def systems_of(groups: Iterable[GroupDocument], about: Mapping[str, Any]) -> tup
 
 
 def explain(name: str, policy: str | None) -> str:
-    """What a system is, as far as its policy tells."""
+    """What a system is, by its policy."""
     if policy is None:
         return OTHER
     meaning = _explain_policy(policy)
@@ -78,7 +78,7 @@ def _explain_policy(policy: str) -> str:
 
 
 def _looks(policies: Mapping[str, str | None]) -> dict[str, Look]:
-    """Fixed lengths are shades of one colour; what is not FASER is dashed."""
+    """Fixed lengths are shades of green; systems that are not FASER are dashed."""
     fixed = [name for name, policy in policies.items() if policy is not None and policy.startswith("fixed:")]
     spare, others = cycle(POLICY_LOOKS), cycle(OTHER_LOOKS)
     found: dict[str, Look] = {}
@@ -98,6 +98,6 @@ def _looks(policies: Mapping[str, str | None]) -> dict[str, Look]:
 
 
 def _shade(index: int, count: int) -> int:
-    """From light to dark; the lightest only where the others do not suffice."""
+    """From light to dark; the lightest only for NUM_GREENS or more."""
     least = 1 if count >= NUM_GREENS else 2
     return NUM_GREENS - 2 if count == 1 else least + (NUM_GREENS - least) * index // (count - 1)

@@ -40,7 +40,7 @@ TEMPLATE = Path(__file__).with_name("report.html")
 
 @dataclass(frozen=True)
 class AtLoad:
-    """What the page shows of one load."""
+    """The parts of the page for one load."""
 
     load: Load
     speed: Table
@@ -72,7 +72,7 @@ def _at(results: Results, load: Load) -> AtLoad:
 
 @dataclass(frozen=True)
 class Page:
-    """Everything the template shows."""
+    """The content of the template."""
 
     results: Results
     loads: tuple[AtLoad, ...]
@@ -87,7 +87,7 @@ class Page:
         return [number for number, system in enumerate(self.seen) if system.name not in at.timelines]
 
     def absence(self, system: System, at: AtLoad) -> str:
-        """Why there is no time line here, and where there is one."""
+        """Why this load has no time line, and which loads have one."""
         played = bool(self.results.runs.get((system.name, at.load)))
         why = "its run has no record of the steps" if played else "this load was not played"
         where = enumerated([each.load.label for each in self.loads if system.name in each.timelines])
@@ -95,7 +95,7 @@ class Page:
 
     @property
     def images(self) -> dict[str, Markup]:
-        """By file name: the charts over load, and those of the load and system shown first."""
+        """Charts by file name: those over load, and those of the load and system shown first."""
         found = [*self.latency, *self.throughput]
         if self.loads:
             at = self.loads[self.chosen]
@@ -121,13 +121,13 @@ def compose(document: Document) -> Page:
 
 
 def _first_load(loads: Sequence[AtLoad]) -> int:
-    """The middle one, of those with a time line if there are any."""
+    """The middle load, preferably one with a time line."""
     traced = [number for number, at in enumerate(loads) if at.timelines]
     return traced[len(traced) // 2] if traced else len(loads) // 2
 
 
 def _first_traced(seen: Sequence[System], at: AtLoad) -> int:
-    """`faser`, or else the last policy, of the systems with a time line under this load."""
+    """`faser` if it has a time line under this load, else the last policy that has."""
     present = [number for number, system in enumerate(seen) if system.name in at.timelines]
     return max(present, key=lambda number: (seen[number].name == "faser", not seen[number].other, number))
 
@@ -159,7 +159,7 @@ def render(page: Page) -> str:
 
 
 def write_report(directory: Path, document: Document, say: Callable[[str], None] | None = None) -> tuple[Path, ...]:
-    """report.html and, where a browser can draw them, PNGs. Returns what was written; `say` hears what was not."""
+    """report.html and, with a browser, PNGs. Returns the files written; `say` is told why PNGs are missing."""
     page = compose(document)
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "report.html"

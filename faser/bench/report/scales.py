@@ -11,7 +11,7 @@ from faser.bench.report.svg import width_of
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis measures. `most` ends it there; a `wide` one turns logarithmic where values lie far apart."""
+    """What an axis measures. It ends at `most`, if given. A `wide` axis is logarithmic if values lie far apart."""
 
     label: str
     show: Callable[[float], str]
@@ -21,7 +21,7 @@ class Axis:
 
 
 def ticks(low: float, high: float, most: int = 5, whole: bool = False) -> list[float]:
-    """Round numbers that enclose low and high, in steps of 1, 2, 2.5 or 5."""
+    """Multiples of 1, 2, 2.5 or 5 times a power of ten that enclose low and high."""
     span = high - low if high > low else abs(high) or 1.0
     rough = span / max(most, 1)
     power = 10.0 ** math.floor(math.log10(rough))
@@ -33,7 +33,7 @@ def ticks(low: float, high: float, most: int = 5, whole: bool = False) -> list[f
 
 
 def wide_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Numbers that enclose two positive ones over several powers of ten."""
+    """Ticks of a logarithmic axis that enclose two positive numbers."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1, 2, 5), (1, 3), (1,)):
         every = [factor * 10.0**power for power in powers for factor in factors]
@@ -64,7 +64,7 @@ class Scale:
 
 
 def value_scale(axis: Axis, values: Sequence[float], start: float, end: float, most: int) -> tuple[Scale, list[float]]:
-    """From zero, or logarithmic where the axis may be and one value is more than 25 times another."""
+    """Linear from zero; logarithmic if the axis is wide and max / min > 25."""
     high = axis.most if axis.most is not None else max(values, default=1.0)
     low = min(values, default=0.0)
     if axis.wide and low > 0 and high / low > 25:
@@ -75,7 +75,7 @@ def value_scale(axis: Axis, values: Sequence[float], start: float, end: float, m
 
 
 def spaced(values: Sequence[float], place: Scale, show: Callable[[float], str]) -> list[float]:
-    """Those whose labels do not touch the one before."""
+    """The values whose labels do not touch the label before."""
     kept: list[float] = []
     for value in values:
         room = (width_of(show(value)) + width_of(show(kept[-1]))) / 2 + 8 if kept else 0.0
@@ -85,13 +85,13 @@ def spaced(values: Sequence[float], place: Scale, show: Callable[[float], str]) 
 
 
 def spread_out(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Places near the wanted ones, in their order, at least `gap` apart and between low and high while they fit.
+    """Positions near the wanted ones, in the same order, at least `gap` apart and between low and high if they fit.
 
     Labels that would touch form a block around their mean.
     """
     gap = min(gap, (high - low) / max(len(wanted) - 1, 1))
     order = sorted(range(len(wanted)), key=lambda index: wanted[index])
-    blocks: list[tuple[float, int]] = []  # where its first label would like to be, and how many they are
+    blocks: list[tuple[float, int]] = []  # (wanted position of the first label, number of labels)
 
     def first(block: tuple[float, int]) -> float:
         return min(max(block[0], low), high - gap * (block[1] - 1))

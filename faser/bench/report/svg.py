@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
-# Light and dark. The lines of a chart also differ by label and dash, never by colour alone.
+# (light, dark). Lines also differ by label and dash, never by colour alone.
 PALETTE: Mapping[str, tuple[str, str]] = {
     "page": ("#f6f7f9", "#0b0c0f"),
     "card": ("#ffffff", "#131519"),
@@ -56,7 +56,7 @@ STYLE = """
 .chart .whisker { stroke: var(--text); stroke-width: 1.25; fill: none; }
 """
 
-# Outlines of markers around (0, 0). A circle has no corners.
+# Corners of markers around (0, 0), in units of MARKER; a circle has none.
 _OUTLINES: Mapping[str, tuple[tuple[float, float], ...]] = {
     "circle": (),
     "square": ((-0.9, -0.9), (0.9, -0.9), (0.9, 0.9), (-0.9, 0.9)),
@@ -79,14 +79,14 @@ MARKERS = (
     *_OUTLINES,
     *(_HOLLOW + name for name in ("circle", "square", "diamond", "up", "down", "left", "right", "star")),
 )
-MARKER = 3.2  # pixels, from its middle
+MARKER = 3.2  # pixels, half the size of a marker
 
-LETTER = 6.5  # pixels, of 12 px text on average
+LETTER = 6.5  # pixels, the mean width of a letter of 12 px text
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of a drawing, in its own pixels. Height follows from the content where it is 0."""
+    """Of a drawing, in pixels. With height 0 it follows from the content."""
 
     width: int
     height: int = 0
@@ -94,13 +94,13 @@ class Size:
 
 @dataclass(frozen=True)
 class Look:
-    """How one thing is drawn wherever it appears."""
+    """How a system or a phase is drawn in every chart."""
 
     colour: str  # in PALETTE
     dash: str = ""
     thickness: float = 1.75
-    pale: bool = False  # figures inside it are dark
-    marker: str = "circle"  # in MARKERS: the points of a line
+    pale: bool = False  # text inside it is dark
+    marker: str = "circle"  # of the points of a line; in MARKERS
 
     @property
     def paint(self) -> str:
@@ -108,7 +108,7 @@ class Look:
 
 
 def node(tag: str, *children: object, **attributes: object) -> Markup:
-    """An element. `class_` is class, `stroke_width` is stroke-width; None leaves an attribute out."""
+    """An element. `class_` becomes class, `stroke_width` stroke-width; an attribute that is None is left out."""
     named = ((name.rstrip("_").replace("_", "-"), value) for name, value in attributes.items() if value is not None)
     opened = Markup("").join(Markup(' {}="{}"').format(name, _brief(value)) for name, value in named)
     inner = Markup("").join(escape(child) for child in children)
@@ -128,13 +128,13 @@ def width_of(words: str) -> float:
 
 
 def shortened(words: str, room: float) -> str:
-    """The words, or as many letters of them as fit."""
+    """The words, cut to `room` pixels."""
     most = max(2, int(room / LETTER))
     return words if len(words) <= most else words[: most - 1] + "…"
 
 
 def standalone(chart: Markup) -> Markup:
-    """A chart as a file of its own, in light colours."""
+    """A chart as a complete SVG file in light colours."""
     style = node("style", Markup(STYLE))
     body = chart.replace(Markup("<svg "), Markup('<svg xmlns="http://www.w3.org/2000/svg" '), 1)
     opened, closed, rest = body.partition(Markup(">"))
@@ -164,7 +164,7 @@ def marker_at(look: Look, x: float, y: float, title: object = "") -> Markup:
 
 
 def swatch(look: Look) -> Markup:
-    """A piece of the line with its marker, for a table."""
+    """A short piece of the line with its marker, for tables."""
     line = node("path", d="M1,6h26", stroke=look.paint, stroke_width=2.5, stroke_dasharray=look.dash or None)
     return node("svg", line, marker_at(look, 14, 6), class_="swatch", viewBox="0 0 28 12", aria_hidden="true")
 

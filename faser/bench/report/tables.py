@@ -15,7 +15,7 @@ from faser.traffic.document import Spread
 @dataclass(frozen=True)
 class Cell:
     text: str
-    value: float | None = None  # as in the document
+    value: float | None = None  # of the document
     spread: str = ""
     ratio: str = ""
     tone: str = ""  # of the ratio: good, bad
@@ -31,15 +31,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    heads: tuple[tuple[str, int], ...]  # with how many columns each spans
+    heads: tuple[tuple[str, int], ...]  # (text, number of columns)
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
-    unit: str = ""  # of all columns, where they share one
+    unit: str = ""  # of all columns, if they share one
 
 
 @dataclass(frozen=True)
 class Column:
-    """One figure under one load for every system, in one unit and with one number of digits."""
+    """One figure of every system under one load, with the same unit and digits."""
 
     figure: Figure
     unit: str
@@ -60,7 +60,7 @@ def _column(
 
 
 def _unit(results: Results, loads: Iterable[Load], figures: Iterable[Figure], figure: Figure) -> tuple[str, float]:
-    """Its name, and how many make one of the document's. Figures that stand side by side share it."""
+    """Its name, and the factor from the document's unit. Figures side by side have the same unit."""
     if figure.kind == "seconds":
         every = (results.median(system, load, each) for system in results.systems for load in loads for each in figures)
         return ("s", 1.0) if max((value for value in every if value is not None), default=0.0) >= 10 else ("ms", 1000.0)
@@ -68,7 +68,7 @@ def _unit(results: Results, loads: Iterable[Load], figures: Iterable[Figure], fi
 
 
 def _digits(values: Sequence[float]) -> int:
-    """Enough for three in the middle of the column."""
+    """Decimals that give the median value three digits."""
     sizes = sorted(abs(value) for value in values if value)
     middle = sizes[len(sizes) // 2] if sizes else 100.0
     return 0 if middle >= 100 else 1 if middle >= 10 else 2 if middle >= 1 else 3
@@ -92,7 +92,7 @@ def _cell(
 
 
 def _compared(figure: Figure, own: Spread | None, base: Spread | None) -> tuple[str, str]:
-    """How many times better, and whether that is good or bad: neither within 1 %, nor where the ranges overlap."""
+    """(ratio, tone): how many times better; no tone within 1 % or if the ranges overlap."""
     if own is None or base is None or not base.median or not own.median:
         return "", ""
     ratio = own.median / base.median if figure.better > 0 else base.median / own.median
@@ -112,7 +112,7 @@ def _ratios(results: Results, load: Load, figure: Figure, reference: System) -> 
 
 
 def figure_table(results: Results, load: Load, parts: Mapping[str, Sequence[Figure]]) -> Table:
-    """Systems by figures under one load; a figure that none tells is left out."""
+    """Systems by figures under one load, without figures that no system reports."""
     heads, columns = [], []
     for head, figures in parts.items():
         found = [_column(results, load, figure, _unit(results, [load], figures, figure)) for figure in figures]
@@ -156,8 +156,8 @@ class Winner:
     system: System
     value: float
     text: str
-    ratios: tuple[tuple[str, str, str], ...]  # text, of whom, tone
-    level: int  # other systems whose repeats reach into its own: the first place is not certain
+    ratios: tuple[tuple[str, str, str], ...]  # (ratio, system, tone)
+    level: int  # other systems whose range overlaps: the first place is not certain
 
 
 def winner(results: Results, load: Load, figure: Figure) -> Winner | None:
