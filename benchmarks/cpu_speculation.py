@@ -2,7 +2,7 @@
 
 Chat prompts of Spec-Bench, greedy, batch 1 and 4, one process; runs of all settings alternate, ratios are of medians.
 A verification of k + 1 rows costs more than one row on a CPU, and a draft of k tokens costs k small forwards: both are
-printed as fractions of a plain step, so that the arithmetic behind the ratio can be read off:
+printed in plain steps, so that the ratio can be computed from them:
 
     ratio = tokens per step / (verification of k + 1 rows + k draft steps), all in plain steps
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import lzma
 import statistics
 import time
 from pathlib import Path
@@ -24,13 +23,15 @@ from typing import Any
 from faser import LLM, SamplingParams
 from faser.engine.stats import EngineStats
 from faser.models.source import DEFAULT_DRAFT
+from faser.traffic.prompts import SHIPPED
+from faser.traffic.traces import open_text
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 
 
-def chat_prompts(path: str, count: int) -> list[str]:
-    """An even choice over the file, so that every category is there."""
-    with lzma.open(path, "rt") if path.endswith(".xz") else open(path) as file:
+def chat_prompts(path: Path, count: int) -> list[str]:
+    """Evenly spaced over the file, so that every category is present."""
+    with open_text(path) as file:
         questions = [json.loads(line)["turns"][0] for line in file]
     short = [q for q in questions if len(q) < 1200]
     chosen = short[:: max(1, len(short) // count)][:count]
@@ -38,7 +39,7 @@ def chat_prompts(path: str, count: int) -> list[str]:
 
 
 class Setting:
-    """One policy, its engine and what it measured."""
+    """One policy, its engine and its measurements."""
 
     def __init__(self, name: str, draft: str | None, batch: int) -> None:
         self.name = name
@@ -90,8 +91,7 @@ def measure(batch: int, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = Path(__file__).resolve().parents[2] / "shared" / "data" / "specbench.jsonl.xz"
-    parser.add_argument("--prompts", default=str(default), help="JSONL with `turns`")
+    parser.add_argument("--prompts", type=Path, default=SHIPPED["specbench"], help="JSONL with `turns` (Spec-Bench)")
     parser.add_argument("--draft", default=str(DEFAULT_DRAFT), help="a draft patch, or ngram")
     parser.add_argument("--lengths", type=lambda text: [int(k) for k in text.split(",")], default=[1, 2, 3, 4])
     parser.add_argument("--batches", type=lambda text: [int(b) for b in text.split(",")], default=[1, 4])

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.h200_report import step_floor_ms
+from benchmarks.lib.table_report import step_floor_ms
 from faser.build import build_engine
 from faser.config import EngineOptions
 from faser.engine.engine import Engine

@@ -1,6 +1,6 @@
 """What does early exit bring? Closed loops with it on, off and by itself, at fixed lengths and under `faser`.
 
-The engine, the models and the prompts of benchmarks/h200_policies.py, whose flags it takes; one engine plays every
+The engine, the models and the prompts of `benchmarks.h200 policies`, whose flags it takes; one engine plays every
 batch size, policy and mode in turn, policies that adapt twice: what `auto` may cost them is little. For each:
 milliseconds per token, the share of drafted tokens that left early (exit ratio), the share of these that the target
 would have accepted (false prunes, from trials), and how many seconds the profile says were saved and the clock does.
@@ -21,8 +21,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from benchmarks.h200_policies import Bench, open_bench, parse_args, prepare, status_of
-from benchmarks.h200_trace import write_whole
+from benchmarks import h200
+from benchmarks.lib.journal import atomic_write, failures
+from benchmarks.lib.policies import Loops, open_loops
 from faser.cost.profiled_cost import ProfiledCost
 from faser.engine.engine import Engine
 from faser.policy import make_policy
@@ -93,13 +94,13 @@ def render_bounds(bounds: Sequence[Bound]) -> str:
 
 
 def play(
-    bench: Bench, policy: str, mode: str, size: int, num_layers: int, depths: Sequence[float], warms: bool
+    loops: Loops, policy: str, mode: str, size: int, num_layers: int, depths: Sequence[float], warms: bool
 ) -> Line:
-    engine = bench.engine
+    engine = loops.engine
     engine.exits = exits = _exits_of(engine, mode, num_layers, depths)
     drafted = engine.stats.drafted
-    bench.play(f"{policy}, {mode}", make_policy(policy), size, warms=warms)
-    figures = bench.document.runs[-1].summary
+    loops.play(f"{policy}, {mode}", make_policy(policy), size, warms=warms)
+    figures = loops.runs.document.runs[-1].summary
     stats = exits.stats if exits is not None else EarlyExit("off", num_layers).stats
     return Line(
         concurrency=size,
@@ -144,12 +145,17 @@ def render(lines: Sequence[Line]) -> str:
 
 def main(given: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if given is None else list(given)
-    args = parse_args([*DEFAULTS, *given])
-    journal = prepare(args, "early_exit.jsonl")
-    bench = open_bench(args, journal)
+    args = h200.parse_args(["policies", *DEFAULTS, *given])
+    if args.python_path is not None:
+        sys.path.insert(0, str(args.python_path))
+    runner = h200.prepare(args)
+    if runner is None:
+        return 1
+    journal = runner.journal
+    loops = open_loops(args, journal)
     num_layers = json.loads((args.folder / "target" / "config.json").read_text())["num_hidden_layers"]
     depths = make_device(args.device).exit_depths
-    cost = bench.engine.cost
+    cost = loops.engine.cost
     bounds = []
     if isinstance(cost, ProfiledCost):
         bounds = [bound_of(cost, size, length) for size in args.concurrency for length in (4, 6)]
@@ -163,15 +169,15 @@ def main(given: Sequence[str] | None = None) -> int:
                     f"{size} {policy}",
                     f"{mode} {turn}",
                     lambda s=size, p=policy, m=mode, t=turn: lines.append(
-                        play(bench, p, m, s, num_layers, depths, warms=not t)
+                        play(loops, p, m, s, num_layers, depths, warms=not t)
                     ),
                 )
     print(render(lines))
     about = {"command": list(given), "bounds": [asdict(each) for each in bounds]}
     document = json.dumps({**about, "lines": [asdict(line) for line in lines]})
-    write_whole(args.out / "early_exit.json", document + "\n")
+    atomic_write(args.out / "early_exit.json", document + "\n")
     print(document, flush=True)
-    return status_of(journal)
+    return 1 if failures(journal.read()) else 0
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ from faser.models.transformer import Transformer
 from faser.runtime.cpu.attention import CpuAttention
 from faser.runtime.cpu.rows import Rows
 from faser.runtime.kv_cache import KVCache
+from faser.traffic.prompts import SHIPPED
 
-PROMPTS = "faser/bench/data/specbench.jsonl.xz"
 PAGE = 16
 
 
@@ -157,7 +157,7 @@ def main() -> None:
     pair = load_pair(None, None, EngineOptions())
     assert isinstance(pair.draft, Transformer)
     assert pair.tokenizer is not None
-    prompts = [pair.tokenizer.encode(text) for text in chat_prompts(PROMPTS, args.count)]
+    prompts = [pair.tokenizer.encode(text) for text in chat_prompts(SHIPPED["specbench"], args.count)]
     llm = LLM(pair.target, policy="off", max_running=16, max_model_len=2048)
     answers = llm.generate(prompts, SamplingParams(max_tokens=args.tokens, ignore_eos=True))
     target, draft = (Texts(model, 2048) for model in (pair.target, pair.draft))

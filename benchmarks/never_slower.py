@@ -23,11 +23,11 @@ from faser.threads import prepare_openmp
 
 prepare_openmp()
 
-from faser.bench.prompts import SHIPPED  # noqa: E402
-from faser.bench.traces import open_text  # noqa: E402
 from faser.llm import LLM  # noqa: E402
 from faser.policy import Policy, make_policy  # noqa: E402
 from faser.request import SamplingParams  # noqa: E402
+from faser.traffic.prompts import SHIPPED  # noqa: E402
+from faser.traffic.traces import open_text  # noqa: E402
 
 OUTPUT_TOKENS = 32
 MAX_PROMPT_TOKENS = 96

@@ -1,21 +1,23 @@
 """Does it pay to draft on while the drafts before are verified?
 
-A closed batch decodes with random weights of real shapes, which cost what trained ones do, and drafts are accepted with
-given chances whatever they say (on a CPU as they are); or, with --natural, the default model and its draft inside these
-shapes (tools/inflate.py) answer Spec-Bench prompts, and drafts are accepted as they are. For every batch and chance:
-the best fixed length without overlap; the best with it, where a request that missed rides (`ride`), where it drafts
-anew first (`lead`), and where branches are drafted for other outcomes, too (`branch`, with --guesses for every token
-that may be the last, one of which is right with the chance --adoption); on the split of the device that the profile
-finds best for the batch, or on --split; and `faser` without and with `auto`, --repeats times by turns: the median of
-each, and each pair. Milliseconds per token, how often there was a next frontier, and what overlapping saved of a step
-that drafts as much; in the document also the milliseconds per token that the profile predicted.
+A closed batch decodes with random weights of real shapes, which cost what trained ones do, and each draft is accepted
+with a given probability (on a CPU, and with --natural, as the target decides). With --natural the default model and its
+draft inside these shapes (tools/inflate.py) answer Spec-Bench prompts. For every batch and acceptance rate:
 
-Before them what the profile says of both at a time, by split and requests: seconds of each alone on its part of the
-device, of both together, and the share of the shorter by which that is more than the longer.
+  off    the best fixed length without overlap
+  ride   the longest length with overlap; after a miss a request gets one token in the next step while it drafts anew
+  lead   the best fixed length with overlap; after a miss a request drafts again before the verification
+  auto   `faser` without and with overlap where it is expected to pay, --repeats times by turns: medians, and each pair
+
+The device is split as the profile finds best for the batch, or as --split says. Printed are milliseconds per token, the
+share of frontiers that held, and the milliseconds that overlapping saved of a step with the same length; the document
+also has the milliseconds per token that the profile predicts. First comes what the profile says of drafting and
+verification at the same time, by split and requests: seconds of each alone on its part of the device, of both
+together, and contention = (together - max(alone)) / min(alone).
 
     python3 -m benchmarks.overlap [--target llama-8b] [--draft llama-1b] [--batches 1,4,16,64]
-        [--acceptance 0.6,0.75,0.9,0.95] [--lengths 1,3,5,7] [--guesses 2] [--adoption 0.5] [--output 128]
-        [--repeats 3] [--split SMS] [--budget-seconds 500]
+        [--acceptance 0.6,0.75,0.9,0.95] [--lengths 1,3,5,7] [--output 128] [--repeats 3]
+        [--split SMS] [--budget-seconds 500]
     python3 -m benchmarks.overlap --natural SMALL.gguf [--target …] [--draft …] [--batches …]
     python3 -m benchmarks.overlap --tiny --device cpu      # tiny models: does it all run?
 
@@ -38,10 +40,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cuda_steps import make_model, run_batch
-from benchmarks.h200_common import DRAFT, inflated_pair
+from benchmarks.lib.models import DRAFT, inflated_pair
 from faser.arrays import IntArray
 from faser.bench.systems import load_vocabulary
-from faser.bench.workload import Load, WorkloadOptions, make_workload
 from faser.build import build_engine
 from faser.config import EngineOptions
 from faser.cost.overlap import OverlapProfile
@@ -52,11 +53,11 @@ from faser.models.transformer import Transformer
 from faser.policy import BatchView, Fixed, Policy, make_policy
 from faser.policy.overlap import Chunks, Overlap, lead_speed, plain_speed, ride_speed, worthwhile
 from faser.runtime.device import make_device
-from faser.step import MOST_DRAFT_ROWS
+from faser.traffic.workload import Load, WorkloadOptions, make_workload
 from tools.inflate import SHAPES
 
 PROMPT = 128
-HIDDEN = 4  # drafts, when ways to hide them are compared
+HIDDEN = 4  # drafts, for comparing splits
 TINY = ModelConfig(
     family="llama", vocab_size=4096, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
     intermediate_size=64, norm_eps=1e-5, max_positions=256, eos_token_ids=(2,), dtype="float32",
@@ -65,21 +66,21 @@ TINY = ModelConfig(
 
 @dataclass(frozen=True)
 class Line:
-    acceptance: float | None  # of each draft; None: as they are
+    acceptance: float | None  # probability of each draft; None: the target decides
     batch: int
     policy: str
-    overlap: str  # off, ride, lead, branch or auto
+    overlap: str  # off, ride, lead or auto
     ms_per_token: float
     tokens_per_step: float
     step_ms: float
-    hit_rate: float  # of the chunks drafted beside a verification
-    split: int  # SMs of the drafting, in most steps that overlapped
-    overlapped: float  # the share of steps
+    hit_rate: float  # share of the frontiers drafted beside a verification that held
+    split: int  # SMs of the drafting, in most of the steps that overlapped
+    overlapped: float  # share of the steps that overlapped
     predicted_ms: float | None = None  # per token
 
 
 class Watched(Overlap):
-    """Counts what was chosen."""
+    """Counts the splits that were chosen."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -96,7 +97,7 @@ def measure(
     engine: Engine, policy: Policy, overlap: str, acceptance: float | None, batch: int, args: argparse.Namespace
 ) -> Line:
     output = args.output
-    cost = fresh_cost(engine)  # as at start: nothing is learned from the lines before
+    cost = fresh_cost(engine)  # learned factors of earlier lines are dropped
     if cost is not None:
         engine.cost = engine.scheduler.cost = cost
     split = best_split(cost, batch) if args.split is None else args.split
@@ -105,7 +106,6 @@ def measure(
         "auto": lambda: Watched("auto", splits=worth) if worth else None,  # as an engine does at start
         "ride": lambda: Watched("on", draft_sms=split),
         "lead": lambda: Watched("on", leads=True, draft_sms=split),
-        "branch": lambda: Watched("on", leads=True, outcomes=args.guesses, draft_sms=split),
     }
     chooser = how[overlap]() if overlap in how else None
     engine.scheduler.policy, engine.scheduler.overlap = policy, chooser
@@ -144,24 +144,21 @@ def predict(
     split: int,
     args: argparse.Namespace,
 ) -> float | None:
-    """Milliseconds per token, of fixed lengths and where it is known how often drafts are right."""
+    """Milliseconds per token; None unless the length is fixed and the acceptance rate is given."""
     if cost is None or acceptance is None or not isinstance(policy, Fixed):
         return None
     view, rates = BatchView.alike(batch, PROMPT + args.output // 2, cost), np.full(batch, acceptance)
     length = policy.length
-    guesses = min(args.guesses, (MOST_DRAFT_ROWS - batch) // (batch * (length + 1)))  # for which there is room
-    adoption = args.adoption if guesses > 0 else 0.0
     speed = {
         "off": lambda: plain_speed(view, rates, np.full(batch, length)),
         "ride": lambda: ride_speed(view, rates, length, split),
         "lead": lambda: lead_speed(view, rates, length, split),
-        "branch": lambda: lead_speed(view, rates, length, split, max(0, guesses), adoption),
     }
     return 1e3 * batch / speed[overlap]()
 
 
 def best_split(cost: ProfiledCost | None, batch: int) -> int:
-    """SMs of the drafting where the most of a few drafts is hidden."""
+    """SMs of the drafting with which the most of HIDDEN drafts is hidden behind the verification."""
     if cost is None or not cost.splits:
         return 0
     context = batch * PROMPT
@@ -174,12 +171,11 @@ def play(engine: Engine, args: argparse.Namespace) -> Iterator[Line]:
     for acceptance in args.acceptance:
         if acceptance is not None:
             engine.executor._acceptance.fill_(acceptance)  # type: ignore[attr-defined]
-            engine.executor._adoption.fill_(args.adoption)  # type: ignore[attr-defined]
         for batch in args.batches:
             kinds: list[tuple[Policy, str]] = [
                 (Fixed(length), how) for how in ("off", "lead") for length in args.lengths
             ]
-            kinds += [(Fixed(max(args.lengths)), how) for how in ("ride", "branch")]
+            kinds.append((Fixed(max(args.lengths)), "ride"))
             kinds += [(make_policy("faser"), how) for _ in range(args.repeats) for how in ("off", "auto")]
             for policy, overlap in kinds:
                 if time.time() > args.until:
@@ -189,17 +185,17 @@ def play(engine: Engine, args: argparse.Namespace) -> Iterator[Line]:
 
 
 def render(lines: Sequence[Line]) -> str:
-    """Best against best; behind each how many times as fast it is, hits, saved milliseconds, SMs of the drafting."""
-    text = ["accepted  batch  without: best, faser | ride | lead | branch | auto (share of steps)"]
+    """Best against best. After each: speed-up, hit rate, saved milliseconds, SMs of the drafting."""
+    text = ["accepted  batch  without: best, faser | ride | lead | auto (share of steps)"]
     for acceptance, batch in dict.fromkeys((line.acceptance, line.batch) for line in lines):
         some = [line for line in lines if (line.acceptance, line.batch) == (acceptance, batch)]
         fixed = {
             kind: min(each, key=_ms)
-            for kind in ("off", "ride", "lead", "branch")
+            for kind in ("off", "ride", "lead")
             if (each := [line for line in some if line.overlap == kind and line.policy != "faser"])
         }
         plain, auto = ([line for line in some if (line.policy, line.overlap) == ("faser", o)] for o in ("off", "auto"))
-        if len(fixed) < 4 or not auto:
+        if len(fixed) < 3 or not auto:
             continue
         before, after = (statistics.median(map(_ms, lines)) for lines in (plain, auto))
         pairs = ", ".join(_times(*pair) for pair in zip(plain, auto, strict=False))
@@ -219,7 +215,7 @@ def render(lines: Sequence[Line]) -> str:
 
 
 def saved(lines: Sequence[Line], line: Line) -> float:
-    """Milliseconds of a step, against one that drafts as much and then verifies."""
+    """Milliseconds of a step, against one of the same policy that drafts and then verifies."""
     return next(x.step_ms for x in lines if x.overlap == "off" and x.policy == line.policy) - line.step_ms
 
 
@@ -240,7 +236,7 @@ def build(args: argparse.Namespace) -> Engine:
         num_pages=200 if args.tiny else None,
         profiling="full",
         early_exit="off",
-        overlap="on",  # and not by itself, so that all ways can be tried
+        overlap="on",  # whatever the profile says, so that all ways can be tried
     )
     device = make_device(args.device)
     if args.natural is not None:
@@ -262,7 +258,7 @@ def natural_prompts(args: argparse.Namespace) -> list[tuple[int, ...]]:
     return [tuple(item.prompt_token_ids) for item in make_workload(traffic, Load(concurrency=1), vocabulary).items]
 
 
-def told(beside: OverlapProfile) -> Iterator[str]:
+def describe(beside: OverlapProfile) -> Iterator[str]:
     for i, size in enumerate(beside.share.rows):
         draft, verify, both = (1e3 * each.seconds[i] for each in (beside.draft, beside.verify, beside.together))
         yield f"{size}: {draft:.2f} and {verify:.2f} ms, together {both:.2f}, share {beside.share.seconds[i]:.2f}"
@@ -278,8 +274,6 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--draft", default="llama-1b", choices=SHAPES)
     parser.add_argument("--batches", type=numbers, default=[1, 4, 16, 64])
     parser.add_argument("--lengths", type=numbers, default=[1, 3, 5, 7])
-    parser.add_argument("--guesses", type=int, default=2)
-    parser.add_argument("--adoption", type=float, default=0.5)
     parser.add_argument("--acceptance", default="0.6,0.75,0.9,0.95")
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
@@ -303,7 +297,7 @@ def main(given: Sequence[str] | None = None) -> None:
         used = {best_split(engine.cost, batch) for batch in args.batches} if args.split is None else {args.split}
         engine.executor.prepare_overlap(used | worthwhile(engine.cost))
     for beside in profile.besides if profile is not None else ():
-        print(f"drafting on {beside.draft_sms or 'all'} SMs: " + ", ".join(told(beside)), flush=True)
+        print(f"drafting on {beside.draft_sms or 'all'} SMs: " + ", ".join(describe(beside)), flush=True)
     lines = []
     for line in play(engine, args):
         lines.append(line)

@@ -16,7 +16,7 @@ Tokens are those of the usage, never events; how many shared an event is printed
 HTTP process, engine and client say who was the bottleneck: a value near 1 is one that had no more to give, and where
 the sum is near the number of cores it is the machine.
 
-    .venv/bin/python benchmarks/server_overhead.py [--parts model,stub] [--repeats 7] [--streams 256]
+    .venv/bin/python -m benchmarks.server_overhead [--parts model,stub] [--repeats 7] [--streams 256]
 
 Medians over repeats, with the least and the most. The last line is one JSON document.
 """
@@ -33,7 +33,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from http_client import (
+from benchmarks.lib.http_client import (
     ROOT,
     STUB_STEP_SECONDS,
     FloodResult,
@@ -212,7 +212,7 @@ def _measure_pace(args: argparse.Namespace, step_seconds: float) -> dict[str, An
     size = str(args.streams)
     flags = ("--max-running", size, "--max-batch-tokens", "16384", "--log-level", "warning")
     environment = {STUB_STEP_SECONDS: str(step_seconds)}
-    with running(*flags, factory="benchmarks.stub_engine:make", environment=environment) as server:
+    with running(*flags, factory="benchmarks.lib.stub_engine:make", environment=environment) as server:
         run_flood(server.url, PATH, make_bodies(args.streams, 32), args.streams)
         return summarise([measure_flood(server, bodies, args.streams) for _ in range(args.repeats)])
 

@@ -1,6 +1,6 @@
 """How far off is the simulator? Every run of a document measured on an H200, simulated, side by side.
 
-Takes documents of benchmarks/h200_trace.py and benchmarks/h200_policies.py. The traffic is made anew as they made it,
+Takes documents of `benchmarks.h200` (trace, policies). The traffic is made anew as they made it,
 steps take the seconds of the shipped profile, and drafts are accepted at the rates of the document, by category; with
 --acceptance replay as the shipped sequences say. vLLM's runs and the steps of an ablation are left out.
 
@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.h200_policies import REQUESTS
+from benchmarks.lib.policies import REQUESTS
 from faser.cli.main import main as faser
 
 AIM = 0.10

@@ -13,7 +13,7 @@ Afterwards:
     output    all texts equal those of a second server with --policy off, asked for whole answers; a text we left half
               read is the beginning of its own
 
-    .venv/bin/python benchmarks/soak.py [--requests 1000] [--concurrency 64] [--seed 0] [--url URL [--reference URL]]
+    .venv/bin/python -m benchmarks.soak [--requests 1000] [--concurrency 64] [--seed 0] [--url URL [--reference URL]]
 
 With --url the memory of that server is not looked at, since its processes are not known. The exit status is 1 if
 anything failed. A table, then one JSON document on the last line.
@@ -34,8 +34,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from http_client import Server, read_metrics, read_texts, resident_bytes
-
+from benchmarks.lib.http_client import Server, read_metrics, read_texts, resident_bytes
 from faser.bench.client import Answer, Connection, events, request_head
 
 MAX_MODEL_LEN = 512

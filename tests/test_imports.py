@@ -11,7 +11,7 @@ FREE = [
     "faser.cli.main", "faser.text.tokenizer", "faser.runtime.ngram", "faser.progress", "faser.models.config",
     "faser.text.chat", "faser.text.stream", "faser.cli.arguments", "faser.cli.terminal", "faser.cost.profile",
     "faser.cli.profile", "faser.text.grammar", "faser.bench.command", "faser.bench.remote", "faser.bench.systems",
-    "faser.bench.report", "faser.sim.command", "faser.models.generation",
+    "faser.bench.report.page", "faser.bench.simulate", "faser.models.generation",
 ]  # fmt: skip
 
 BLOCK = """

@@ -1,1 +1,1 @@
-"""`faser bench`: traffic in, figures out. Nothing here imports torch before a model is asked for."""
+"""The commands `faser bench` and `faser simulate`. torch is imported when a model is loaded, not before."""

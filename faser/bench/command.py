@@ -1,7 +1,7 @@
-"""`faser bench`: what was asked becomes systems, loads and runs; what they gave becomes a document.
+"""`faser bench`: the command line becomes systems, loads and runs; their results become a document.
 
-Knows the order of things: refuse what cannot work, load, play, write. Ctrl-C and SIGTERM end the run that is being
-played; what was measured until then is still written.
+The order is: refuse what cannot work, load, play, write. Ctrl-C and SIGTERM end the current run; everything measured
+until then is still written.
 """
 
 from __future__ import annotations
@@ -21,13 +21,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from faser.bench.document import Document, RunDocument
 from faser.bench.estimate import MARGIN, SIZES, Estimate, calibrate, default_rate, in_words, rounded_up
-from faser.bench.play import REAL_CLOCK, Clock, Update, never, no_update
-from faser.bench.records import Workload
 from faser.bench.remote import Remote
 from faser.bench.results import read_against, run_document
-from faser.bench.summary import Slo, group_runs
 from faser.bench.systems import (
     PolicySystem,
     RemoteSystem,
@@ -37,8 +33,18 @@ from faser.bench.systems import (
     load_vocabulary,
 )
 from faser.bench.table import render
-from faser.bench.traces import Timing
-from faser.bench.workload import (
+from faser.cli import arguments
+from faser.config import DEFAULT_POLICY, NO_DRAFT, EngineOptions
+from faser.errors import ConfigError
+from faser.limits import HARD_MAX_LENGTH
+from faser.policy import make_policy
+from faser.progress import progress_bar
+from faser.traffic.document import Document, RunDocument
+from faser.traffic.play import REAL_CLOCK, Clock, Update, never, no_update
+from faser.traffic.records import Workload
+from faser.traffic.summary import Slo, group_runs
+from faser.traffic.traces import Timing
+from faser.traffic.workload import (
     Load,
     Vocabulary,
     WorkloadOptions,
@@ -54,26 +60,20 @@ from faser.bench.workload import (
     probe_items,
     save_workload,
 )
-from faser.cli import arguments
-from faser.config import DEFAULT_POLICY, NO_DRAFT, EngineOptions
-from faser.errors import ConfigError
-from faser.limits import HARD_MAX_LENGTH
-from faser.policy import make_policy
-from faser.progress import progress_bar
 
-FAILED = 1  # exit status, as cli.py has it; after a signal it is 128 + its number, as shells have it
+FAILED = 1  # exit status; after a signal it is 128 + its number, as in a shell
 
 LOAD_OPTIONS = (
     "trace", "arrivals", "concurrency", "workload", "rate", "scale", "loads", "start", "duration", "span", "requests",
 )  # fmt: skip
-LEAST_REQUESTS = 4  # of the default traffic, however slow the machine
+LEAST_REQUESTS = 4  # of the default traffic, on a slow machine too
 
 ReportWriter = Callable[[Path, Document], object]
 
 
 @dataclass(frozen=True)
 class Other:
-    """A system that stands beside FASER: a server, or a file of its results."""
+    """A system to compare with: a server, or a file of results."""
 
     name: str
     url: str | None = None
@@ -81,7 +81,7 @@ class Other:
 
     @classmethod
     def parse(cls, text: str) -> Other:
-        """`NAME=URL`, `NAME=FILE`, or one of them without a name."""
+        """`NAME=URL`, `NAME=FILE`, `URL` or `FILE`."""
         name, _, where = text.rpartition("=")
         if not name or Path(text).exists() or re.match(r"https?://", text):
             name, where = "", text
@@ -95,17 +95,17 @@ class Other:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line says, checked as far as it can be without a model."""
+    """The command line, checked as far as possible without a model."""
 
     traffic: WorkloadOptions
     workload: Workload | None  # from a file
     loads: tuple[Load, ...]
-    policies: tuple[str, ...]  # none with a server
+    policies: tuple[str, ...]  # empty with --url
     against: tuple[Other, ...]
     slo: Slo | None
     repeats: int
     warmup: int
-    is_sized: bool = False  # nobody asked for a load: the machine's pace sets it
+    is_sized: bool = False  # no load was given: a calibration sets it
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Asked:
@@ -117,7 +117,7 @@ class Asked:
         for option in ("policies", "draft", "acceptance"):
             if args.url is not None and getattr(args, option) is not None:
                 raise ConfigError(
-                    f"--{option} is for FASER in this process; a server at --url has its own, leave it out"
+                    f"--{option} is for FASER in this process; a server at --url has its own: leave it out"
                 )
         traffic = _traffic(args)
         loads, workload = _loads(args, traffic), None
@@ -143,7 +143,7 @@ def _refuse_beside_file(args: argparse.Namespace) -> None:
     for option in ("trace", "arrivals", "duration", "span", "scale", "max_prompt", "max_output"):
         if getattr(args, option) is not None:
             name = "--" + option.replace("_", "-")
-            raise ConfigError(f"{name} makes a workload, and --workload brings one; give one of them")
+            raise ConfigError(f"{name} makes a workload and --workload reads one; give one of them")
 
 
 def _traffic(args: argparse.Namespace) -> WorkloadOptions:
@@ -191,7 +191,7 @@ def _loads(args: argparse.Namespace, traffic: WorkloadOptions) -> tuple[Load, ..
 
 
 def _numbers(option: str, text: str | None) -> list[float]:
-    """`1,2,4`, or `0.2..1.4:7` for seven of them at even distances."""
+    """`1,2,4`, or `0.2..1.4:7` for seven evenly spaced numbers."""
     numbers: list[float] = []
     for part in [] if text is None else text.split(","):
         found = re.fullmatch(r"([\d.]+?)\.\.([\d.]+):(\d+)", part.strip())
@@ -218,7 +218,7 @@ def _policies(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def expand_policies(text: str) -> tuple[str, ...]:
-    """The policies of a list, each once, by their own names."""
+    """The policies of a list, by their full names, without duplicates."""
     names = [name for part in text.split(",") for name in _expanded(part.strip())]
     return tuple(dict.fromkeys(make_policy(name).name for name in names))
 
@@ -230,7 +230,7 @@ def _expanded(text: str) -> list[str]:
         return [text]
     first, last = int(found[2]), int(found[3])
     if not first <= last <= HARD_MAX_LENGTH:
-        raise ConfigError(f"--policies {text}: expected a range that rises, to {HARD_MAX_LENGTH} at most")
+        raise ConfigError(f"--policies {text}: expected a rising range, to {HARD_MAX_LENGTH} at most")
     return [f"{found[1]}{length}" for length in range(first, last + 1)]
 
 
@@ -239,7 +239,7 @@ def _expanded(text: str) -> list[str]:
 
 @dataclass
 class Interrupts:
-    """Ctrl-C or SIGTERM asks for an end; a second signal ends the command at once."""
+    """The first Ctrl-C or SIGTERM stops the runs; a second ends the command at once."""
 
     signal: int | None = None  # the first one
 
@@ -258,7 +258,7 @@ class Interrupts:
 
 
 def _end_now(number: int, frame: FrameType | None) -> None:
-    """An exception, so that temporary files are removed and a browser is stopped on the way out."""
+    """Raises, so that temporary files are removed and a browser is stopped."""
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(128 + number)
@@ -276,14 +276,14 @@ def _handling(handle: Callable[[int, FrameType | None], None], *numbers: signal.
 
 @dataclass
 class Session:
-    """All runs of one command. Repeats are outermost within a load, so that a slow drift meets every system alike."""
+    """All runs of one command. Within a load, systems take turns, so that a slow drift affects all of them alike."""
 
     asked: Asked
     systems: Sequence[System]
     played: Sequence[tuple[Load, Workload]]
     interrupts: Interrupts
-    keeps_records: bool = True  # else only those of lost requests, once the figures are made
-    estimate: Estimate | None = None  # None: nobody was told how long it takes
+    keeps_records: bool = True  # False: only records of lost requests are kept after the summary
+    estimate: Estimate | None = None  # None: no duration was announced
     clock: Clock = REAL_CLOCK
     runs: list[RunDocument] = field(default_factory=list)
 
@@ -314,17 +314,17 @@ class Session:
             self.runs.append(made)
 
     def _timed(self, load: Load, workload: Workload, system: System, update: Update) -> Update:
-        """Also says, once, that the run takes longer than estimated."""
+        """`update`, and one message if the run takes longer than estimated."""
         if self.estimate is None or not self.estimate.paces:
             return update
-        expected, started, said = rounded_up(self.estimate.of_run(workload)), self.clock.now(), False
+        expected, started, reported = rounded_up(self.estimate.of_run(workload)), self.clock.now(), False
 
         def timed(ended: int) -> None:
-            nonlocal said
+            nonlocal reported
             update(ended)
             passed = self.clock.now() - started
-            if not said and passed > expected and ended < len(workload.items):
-                said = True
+            if not reported and passed > expected and ended < len(workload.items):
+                reported = True
                 _say(
                     f"{system.name} at {_label(load)} takes longer than estimated: {passed:.0f} s so far, about "
                     f"{in_words(expected)} expected; {ended} of {len(workload.items)} requests have ended"
@@ -333,7 +333,7 @@ class Session:
         return timed
 
     def announcement(self) -> str:
-        """The traffic, and how long all runs will take."""
+        """The traffic, and the estimated duration of all runs."""
         asked, estimate = self.asked, self.estimate or Estimate(())
         seconds = sum(estimate.of_run(w) + estimate.of_warm_up(w, asked.warmup) for _, w in self.played)
         seconds *= asked.repeats * len(self.systems)
@@ -376,22 +376,22 @@ def _move(move: Callable[[int, int], None], before: int, total: int, ended: int)
 
 
 def bench(args: argparse.Namespace) -> int:
-    """The exit status: 128 + its number after a signal, 1 where a system answered nothing at all."""
-    with _handling(_end_now, signal.SIGTERM):  # until something is measured
+    """Returns the exit status: 128 + number after a signal, 1 if a system answered no request, else 0."""
+    with _handling(_end_now, signal.SIGTERM):  # before anything is measured
         asked = Asked.of(args)
         write_report = prepare_results(args)
         systems, vocabulary, about = _systems(args, asked)
-        _say("calibrating: a few requests show how fast this is")
+        _say("calibrating with a few requests")
         asked, estimate = size_traffic(asked, systems[0], vocabulary)
         session = Session(asked, systems, make_workloads(asked, vocabulary), Interrupts(), estimate=estimate)
         _say(session.announcement())
         if args.save_workload is not None:
             _save_all(session.played, Path(args.save_workload).expanduser())
-        return play_and_tell(args, session, about, write_report)
+        return play_and_report(args, session, about, write_report)
 
 
 def size_traffic(asked: Asked, system: System, vocabulary: Vocabulary | None) -> tuple[Asked, Estimate]:
-    """What was asked, with a load that the system can take if none was asked for; and what is known of its pace."""
+    """`asked`, with a load chosen for the system if none was given, and an estimate from the calibration."""
     if asked.workload is not None:
         items = asked.workload.items
     else:
@@ -400,7 +400,7 @@ def size_traffic(asked: Asked, system: System, vocabulary: Vocabulary | None) ->
     system.warm_up(Workload(items), 2, never)
     paces = calibrate(lambda workload: system.play(workload, never, no_update), items)
     if not paces:
-        _say(f"{system.name}: no request of the calibration was answered, so it is not known how long this takes")
+        _say(f"{system.name}: no request of the calibration was answered, so the duration is unknown")
         return replace(asked, is_sized=False), Estimate(())
     if asked.is_sized:
         rate = default_rate(paces, items)
@@ -409,14 +409,14 @@ def size_traffic(asked: Asked, system: System, vocabulary: Vocabulary | None) ->
     return asked, Estimate(paces)
 
 
-def play_and_tell(
+def play_and_report(
     args: argparse.Namespace,
     session: Session,
     about: Mapping[str, Any],
     write_report: ReportWriter | None,
     remark: Callable[[Document], str] | None = None,
 ) -> int:
-    """Play a session and put out what came of it, with a `remark` under the table. Returns the exit status."""
+    """Play a session, print and write its results, with a `remark` below the table. Returns the exit status."""
     asked, loads = session.asked, [load for load, _ in session.played]
     given = [run for other in asked.against for run in _read(other, loads, asked.slo)]
 
@@ -426,22 +426,22 @@ def play_and_tell(
             document.save(Path(args.out).expanduser())
         try:
             _print(document, _reference(asked, document), remark)
-        finally:  # last, for a browser takes seconds to draw; even if nobody reads the output
+        finally:  # last, because a browser takes seconds to draw; also after a broken pipe
             if write_report is not None:
                 write_report(Path(args.report).expanduser(), document)
-        _tell_lost(document)
+        _report_lost(document)
 
     with session.interrupts.watched():
         try:
             session.play()
         except Exception:
             if session.runs:
-                finish()  # the error takes nothing from what was measured
+                finish()  # keep what was measured before the error
             raise
         if session.runs:
             finish()
     if session.interrupts.signal is not None:
-        return _tell_interrupted(session.interrupts.signal, kept=bool(session.runs))
+        return _report_interrupted(session.interrupts.signal, kept=bool(session.runs))
     return FAILED if any(run.summary["requests"] == run.summary["lost"] for run in session.runs) else 0
 
 
@@ -452,9 +452,9 @@ def _print(document: Document, reference: str | None, remark: Callable[[Document
     print(json.dumps(document.without_details().to_dict()), flush=True)
 
 
-def _tell_interrupted(number: int, *, kept: bool) -> int:
+def _report_interrupted(number: int, *, kept: bool) -> int:
     word = "interrupted" if number == signal.SIGINT else "terminated"
-    _say(word + ("; the runs measured so far were kept" if kept else ""))
+    _say(word + ("; the runs measured so far are kept" if kept else ""))
     return 128 + number
 
 
@@ -474,7 +474,7 @@ def _document(
 
 
 def _systems(args: argparse.Namespace, asked: Asked) -> tuple[list[System], Vocabulary | None, dict[str, Any]]:
-    """Servers are asked first: one that is not there should not cost the loading of a model."""
+    """Connects to servers first: a missing one is found before a model is loaded."""
     further: list[System] = [
         RemoteSystem(_remote(args, other.url), other.name) for other in asked.against if other.url is not None
     ]
@@ -486,7 +486,7 @@ def _systems(args: argparse.Namespace, asked: Asked) -> tuple[list[System], Voca
         if asked.workload is None:
             vocabulary = load_vocabulary(args.model, remote.max_model_len, chat)
         return [RemoteSystem(remote, remote.name), *further], vocabulary, about
-    # An engine knows what forwards cost only if the policy it is built with goes by it; others may follow that do.
+    # An engine has a profile only if the policy it is built with needs one; later policies may.
     policy = next((name for name in asked.policies if _needs_cost(name)), asked.policies[0])
     fields = {**arguments.engine_fields(args), "policy": policy, "acceptance": args.acceptance, "profiling": "full"}
     options = EngineOptions(**fields)
@@ -507,12 +507,12 @@ def _remote(args: argparse.Namespace, url: str) -> Remote:
 
 
 def make_workloads(asked: Asked, vocabulary: Vocabulary | None) -> list[tuple[Load, Workload]]:
-    """One for each load; a load that names no rate is given the workload's."""
+    """One for each load; a load without a rate gets the workload's."""
     if asked.workload is not None:
         if vocabulary is not None:
             check_tokens(asked.workload, vocabulary.vocab_size)
-        whole = replace(asked.workload, items=asked.workload.items[: asked.traffic.requests])
-        made = [(load, at_rate(whole, load)) for load in asked.loads]
+        first = replace(asked.workload, items=asked.workload.items[: asked.traffic.requests])
+        made = [(load, at_rate(first, load)) for load in asked.loads]
     else:
         assert vocabulary is not None
         made = [(load, make_workload(asked.traffic, load, vocabulary)) for load in asked.loads]
@@ -526,7 +526,7 @@ def _named_load(load: Load, workload: Workload) -> Load:
 
 
 def _save_all(played: Sequence[tuple[Load, Workload]], path: Path) -> None:
-    """Several loads are several files, named by load."""
+    """One file for each load; several are named by load."""
     for load, workload in played:
         number = load.rate if load.concurrency is None else load.concurrency
         named = path if len(played) == 1 else path.with_stem(f"{path.stem}-{number:.4g}")
@@ -537,7 +537,7 @@ def _save_all(played: Sequence[tuple[Load, Workload]], path: Path) -> None:
 
 
 def prepare_results(args: argparse.Namespace) -> ReportWriter | None:
-    """Folders made, and what draws the report imported, before minutes are spent on measuring."""
+    """Make folders and import the report's libraries before minutes are spent on measuring."""
     folders = [Path(file).expanduser().parent for file in (args.out, args.save_workload) if file is not None]
     folders += [] if args.report is None else [Path(args.report).expanduser()]
     for folder in folders:
@@ -547,7 +547,7 @@ def prepare_results(args: argparse.Namespace) -> ReportWriter | None:
             raise ConfigError(f"{folder}: cannot be written ({error})") from None
     if args.report is None:
         return None
-    from faser.bench.report import write_report
+    from faser.bench.report.page import write_report
 
     return write_report
 
@@ -557,7 +557,7 @@ def _read(other: Other, loads: Sequence[Load], slo: Slo | None) -> list[RunDocum
 
 
 def _reference(asked: Asked, document: Document) -> str | None:
-    """What ratios are taken against: the first other system, or else FASER without speculation."""
+    """The system that ratios are taken against: the first other system, or else `off`."""
     systems = [group.system for group in document.groups]
     wanted = [other.name for other in asked.against] + ["off"]
     found = [system for name in wanted for system in systems if system == name or system.startswith(f"{name} ")]
@@ -569,7 +569,7 @@ def _without_secrets(given: Sequence[str]) -> list[str]:
     return ["…" if before == "--api-key" else word for before, word in zip(["", *hidden], hidden, strict=False)]
 
 
-def _tell_lost(document: Document) -> None:
+def _report_lost(document: Document) -> None:
     for run in document.runs:
         errors = [record.error for record in run.records if record.error is not None]
         if errors:

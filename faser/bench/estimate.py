@@ -1,7 +1,7 @@
-"""How long a benchmark will take, and how much traffic it offers where nobody asked for a load.
+"""How long a benchmark will take, and the default load.
 
-Both follow from the pace of a system at a few short requests. Reads no clock: the times are those of the records, so
-that a test calibrates in virtual time.
+Both follow from the pace of a system at a few short requests. Reads no clock: times are those of the records, so that
+a test calibrates in virtual time.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from itertools import cycle, islice
 
 import numpy as np
 
-from faser.bench.play import warm_ups_of
-from faser.bench.records import Item, Run, Workload
+from faser.traffic.play import warm_ups_of
+from faser.traffic.records import Item, Run, Workload
 
 SIZES = (1, 4, 16, 64, 256)  # requests at once in a calibration
-PAYS = 1.3  # a size pays if it answers this many times the requests per second of the size before
-CALIBRATION_SECONDS = 20.0  # a size that would exceed this in all is not tried
-NEXT_SIZE = 2.0  # times the seconds of the size before that a size is taken to need
+PAYS = 1.3  # a size pays if requests per second grow by this factor
+CALIBRATION_SECONDS = 20.0  # for all sizes; a size that would exceed it is not tried
+NEXT_SIZE = 2.0  # expected seconds of a size, in those of the size before
 MOST_PROMPT, MOST_OUTPUT = 256, 16  # tokens of a request in a calibration
 LOAD = 0.5  # the default load, as a share of the capacity
-MARGIN = 1.1  # on the total: policies differ in pace, and only the first system is calibrated
+MARGIN = 1.1  # factor on the total: only the first system is calibrated, and others may be slower
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,10 @@ class Pace:
 
 
 def calibrate(play: Callable[[Workload], Run], items: Sequence[Item]) -> tuple[Pace, ...]:
-    """Plays more and more requests at once, until more do not pay or take too long. The paces, smallest size first;
-    none if no request was answered."""
+    """Play SIZES requests at once until a larger size does not pay or would take too long.
+
+    Returns the paces, smallest size first; none if no request was answered.
+    """
     paces: list[Pace] = []
     endless, spent = cycle(items), 0.0
     for size in SIZES:
@@ -66,13 +68,13 @@ def _short(items: Iterable[Item], most_output: int) -> tuple[Item, ...]:
 
 @dataclass(frozen=True)
 class _Totals:
-    """Of the requests that were answered."""
+    """Sums over the requests that were answered."""
 
     requests: int
     prompt: int
     output: int
     seconds: float
-    rate: float  # of the tokens after the first: each request has its own, and they add up
+    rate: float  # tokens per second after the first token, summed over requests
 
     @classmethod
     def of(cls, run: Run) -> _Totals:
@@ -87,10 +89,10 @@ class _Totals:
 
 
 def _pace(size: int, first: _Totals, whole: _Totals) -> Pace | None:
-    """`first` has one token for each request: its seconds are those of the prompts. `whole` also decodes.
+    """`first` has one token for each request, so its seconds are those of the prompts; `whole` also decodes.
 
-    Two views of decoding, and the slower one counts: what `whole` took longer, which is noisy where prompts take most
-    of the time, and the rates of its requests, which are too high where some had to wait for others.
+    Decoding is estimated in two ways and the slower counts: from the extra seconds of `whole`, which are noisy if
+    prompts take most of the time, and from the rates of its requests, which are too high if some had to wait.
     """
     if not first.seconds or not whole.seconds:
         return None
@@ -101,7 +103,7 @@ def _pace(size: int, first: _Totals, whole: _Totals) -> Pace | None:
 
 
 def default_rate(paces: Sequence[Pace], items: Sequence[Item]) -> float:
-    """Requests per second, in two digits: LOAD of what the system can answer of these."""
+    """Requests per second: LOAD of the system's capacity for these requests, in two digits."""
     capacity = max(len(items) / pace.seconds(items) for pace in paces)
     return _floored(LOAD * capacity)
 
@@ -113,7 +115,7 @@ def _floored(value: float) -> float:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a run, from the paces of a calibration. Without paces it only knows when requests arrive."""
+    """Seconds of a run, from the paces of a calibration; without paces, from the arrivals alone."""
 
     paces: tuple[Pace, ...]
 
@@ -128,7 +130,7 @@ class Estimate:
         return max(items[-1].arrival + 2 * alone, work + alone)  # twice: the last request is not alone
 
     def _work(self, items: Sequence[Item], size: int) -> float:
-        """With `size` at once. Between two sizes of the calibration, requests per second grow evenly."""
+        """Seconds with `size` requests at once. Requests per second are interpolated between calibrated sizes."""
         if not self.paces:
             return 0.0
         speeds = [1 / pace.seconds(items) for pace in self.paces]
@@ -139,7 +141,7 @@ class Estimate:
 
 
 def rounded_up(seconds: float) -> int:
-    """To 5 s, from a minute on to 10 s, from ten minutes on to a minute."""
+    """To multiples of 5 s; above a minute, of 10 s; above ten minutes, of a minute."""
     step = 5 if seconds <= 60 else 10 if seconds <= 600 else 60
     return max(step, step * math.ceil(seconds / step - 1e-9))
 

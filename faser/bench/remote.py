@@ -1,8 +1,7 @@
-"""Plays a workload through any server of the OpenAI API, with streaming completions of token ids.
+"""Plays a workload through a server of the OpenAI API, with streamed completions of token ids.
 
-Knows what such servers are asked and answer. Every request ends in a record: one that is refused, dropped or too slow
-is lost, with the reason. Tokens are those of the server's `usage`, never its events. The inside of a server is not
-seen: there are no phases and no moments.
+Every request ends in a record: one that is refused, dropped or too slow is lost, with the reason. Tokens are counted by
+the server's `usage`, never by events. A server does not show its steps: runs have no phases and no moments.
 """
 
 from __future__ import annotations
@@ -16,27 +15,27 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from faser.bench.client import Answer, Connection, events, request_head
-from faser.bench.play import Update, never, no_update, seconds_of
-from faser.bench.records import Item, Record, Run, Workload
 from faser.errors import ConfigError, RemoteError
+from faser.traffic.play import Stopped, Update, never, no_update, seconds_of
+from faser.traffic.records import Item, Record, Run, Workload
 
 CONNECT_SECONDS = 10.0
-CLOSING_SECONDS = 5.0  # for what was open when a run is interrupted
-TICK_SECONDS = 0.1  # how soon an interrupt is seen
-_FAILURES = (OSError, EOFError, ValueError, asyncio.LimitOverrunError)  # of a connection, or an answer that is none
+CLOSING_SECONDS = 5.0  # for open requests when a run is interrupted
+TICK_SECONDS = 0.1  # between two looks at `stopped`
+_FAILURES = (OSError, EOFError, ValueError, asyncio.LimitOverrunError)  # of a connection or of a malformed answer
 
 
 @dataclass
 class Remote:
-    """A server by its address. `connect` finds out what it serves."""
+    """A server by its address. `connect` asks for its model."""
 
     url: str  # http://host:port, with or without /v1
     api_key: str | None = None
     request_timeout: float = 600.0
     temperature: float = 0.0
     model: str = ""
-    max_model_len: int | None = None  # where the server tells it
-    takes_ignore_eos: bool = True  # until it says otherwise
+    max_model_len: int | None = None  # if the server reports it
+    takes_ignore_eos: bool = True  # until the server refuses it
     _base: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
@@ -55,7 +54,7 @@ class Remote:
         return self._host
 
     def connect(self) -> None:
-        """Raises RemoteError where nothing answers, or something else than the OpenAI API does."""
+        """Raises RemoteError if nothing answers, or not with the OpenAI API."""
         try:
             answer = asyncio.run(asyncio.wait_for(self._ask("/v1/models"), CONNECT_SECONDS))
         except TimeoutError:
@@ -102,8 +101,8 @@ class Remote:
         return body
 
     async def complete(self, index: int, item: Item, seen: _Seen, now: Callable[[], float]) -> None:
-        """One request; fills `seen` as the answer comes. Raises RemoteError, or what a connection raises."""
-        asked_to_ignore = self.takes_ignore_eos
+        """One request; fills `seen` while the answer arrives. Raises RemoteError, or one of _FAILURES."""
+        sent_ignore_eos = self.takes_ignore_eos
         body = json.dumps(self.body_of(index, item)).encode()
         connection = await Connection.open(self.url)
         try:
@@ -115,7 +114,7 @@ class Remote:
             text = b"".join([part async for part in connection.parts(headers)])
         finally:
             connection.abort()
-        if status == 400 and asked_to_ignore and b"ignore_eos" in text:
+        if status == 400 and sent_ignore_eos and b"ignore_eos" in text:
             self.takes_ignore_eos = False
             await self.complete(index, item, seen, now)
             return
@@ -124,7 +123,7 @@ class Remote:
 
 @dataclass
 class _Seen:
-    """What is known of a request so far."""
+    """A request so far."""
 
     arrival: float
     first: float | None = None
@@ -174,7 +173,7 @@ async def _read_stream(connection: Connection, headers: dict[str, str], seen: _S
     if last is None:
         raise RemoteError("the answer held no token")
     if not seen.num_tokens:
-        raise RemoteError("the answer held no usage, so its tokens cannot be counted")
+        raise RemoteError("the answer held no usage, so that its tokens cannot be counted")
     seen.end = last
 
 
@@ -183,10 +182,10 @@ def play_remote(
     workload: Workload,
     system: str,
     *,
-    stopped: Callable[[], bool] = never,
+    stopped: Stopped = never,
     update: Update = no_update,
 ) -> Run:
-    """One run. It ends with its last request, or early, and then partial, when `stopped` says so."""
+    """One run. It ends with its last request, or early, as partial, when `stopped` returns true."""
     return asyncio.run(_Play(remote, workload).run(system, stopped, update))
 
 
@@ -202,7 +201,7 @@ class _Play:
     def _now(self) -> float:
         return time.perf_counter() - self._started
 
-    async def run(self, system: str, stopped: Callable[[], bool], update: Update) -> Run:
+    async def run(self, system: str, stopped: Stopped, update: Update) -> Run:
         if self._workload.concurrency is not None:
             pending = {asyncio.create_task(self._send_in_turn()) for _ in range(self._workload.concurrency)}
         else:
@@ -258,7 +257,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _message(body: bytes) -> str:
-    """The reason in OpenAI's envelope, or the body."""
+    """The message of OpenAI's error object, or the body."""
     try:
         error = json.loads(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

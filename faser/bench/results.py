@@ -1,7 +1,7 @@
-"""From runs to the document: every run with its summary, and what other systems left in files.
+"""From runs to the document: every run with its summary, and results of other systems read from files.
 
-Knows the formats of those files: a document of `faser bench`, one record per line, and a summary, the last two as
-scripts that play a workload through vLLM write them. All are judged by the same definitions, as far as they tell.
+Reads a document of `faser bench`, and what scripts for vLLM write: one record per line, or a summary. All systems have
+the same definitions of figures.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from faser.bench.document import FIGURES, Document, RunDocument
-from faser.bench.records import Record, Run
-from faser.bench.summary import Slo, categories, summarize
-from faser.bench.workload import Load
 from faser.errors import ConfigError
+from faser.traffic.document import FIGURES, Document, RunDocument
+from faser.traffic.records import Record, Run
+from faser.traffic.summary import Slo, categories, summarize
+from faser.traffic.workload import Load
 
-NEAR = 0.05  # two rates this close, as a share of one, are the same load
+NEAR = 0.05  # rates that differ by a smaller share are the same load
 
-# How a summary of vLLM's script names a figure, and what makes it ours.
+# Figure → its name in a summary of vLLM's script, and the factor to our unit.
 _FOREIGN = {
     "requests": ("requests", 1.0),
     "output_tokens": ("output_tokens", 1.0),
@@ -54,7 +54,7 @@ def run_document(run: Run, *, policy: str | None, load: Load, repeat: int, slo: 
 
 
 def read_against(path: Path, name: str, loads: Sequence[Load], slo: Slo | None) -> list[RunDocument]:
-    """The runs of another system, under the loads they come nearest to."""
+    """The runs of another system, each under the load with the nearest rate."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -62,7 +62,7 @@ def read_against(path: Path, name: str, loads: Sequence[Load], slo: Slo | None) 
     try:
         lines = [json.loads(line) for line in text.splitlines() if line.strip()]
     except ValueError as error:
-        raise ConfigError(f"--against {path}: no JSON ({error})") from None
+        raise ConfigError(f"--against {path}: not JSON ({error})") from None
     last = lines[-1] if lines and isinstance(lines[-1], dict) else {}
     try:
         if "version" in last:
@@ -87,7 +87,7 @@ def _of_records(lines: Sequence[Mapping[str, Any]], name: str, slo: Slo | None) 
             category=str(line.get("category", "")),
             num_prompt=line["prompt_tokens"],
             arrival=line["arrival"],
-            # its latencies count from when it was sent, ours from when it was due
+            # the script's latencies count from when the request was sent, ours from when it was due
             first=line["finished_at"] - line["latency"] + line["ttft"],
             end=line["finished_at"],
             num_tokens=len(line["token_ids"]),
@@ -108,7 +108,7 @@ def _of_summary(given: Mapping[str, Any], name: str) -> RunDocument:
 
 
 def _placed(run: RunDocument, loads: Sequence[Load]) -> RunDocument:
-    """Under the load that was asked for; where only one was played, it is that."""
+    """Under the load of the same rate; if only one load was played, under that one."""
     if len(loads) == 1:
         return replace(run, rate=loads[0].rate, concurrency=loads[0].concurrency)
     for load in loads:

@@ -1,34 +1,32 @@
-"""The two kinds of systems a benchmark drives: FASER in this process under some policies, and a server elsewhere.
+"""The systems `faser bench` measures: FASER in this process under a policy, and a server elsewhere.
 
-Knows how each is made ready and what it can say about itself. torch is imported when a model is loaded, not before.
+Knows how each is loaded, warmed up and described. torch is imported when a model is loaded, not before.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
-from faser.bench.play import REAL_CLOCK, Clock, Update, play, set_policy, warm_ups_of
-from faser.bench.prompts import Encode, enclosing_tokens
-from faser.bench.records import Run, Workload
 from faser.bench.remote import Remote, play_remote
-from faser.bench.workload import Vocabulary
 from faser.config import NO_DRAFT, EngineOptions
 from faser.engine.engine import Engine
 from faser.errors import EngineError
 from faser.machine import processor_name
-
-Stopped = Callable[[], bool]
+from faser.traffic.play import REAL_CLOCK, Clock, Stopped, Update, play, set_policy, warm_ups_of
+from faser.traffic.prompts import Encode, enclosing_tokens
+from faser.traffic.records import Run, Workload
+from faser.traffic.workload import Vocabulary
 
 
 class System(Protocol):
-    """Something that plays workloads; a column of the result."""
+    """Plays workloads; one row of the result."""
 
     @property
     def name(self) -> str: ...
@@ -37,7 +35,7 @@ class System(Protocol):
     def policy(self) -> str | None: ...
 
     def warm_up(self, workload: Workload, size: int, stopped: Stopped) -> None:
-        """Get ready to be measured. Not part of any figure."""
+        """Prepare for a measurement; counts in no figure."""
         ...
 
     def play(self, workload: Workload, stopped: Stopped, update: Update) -> Run: ...
@@ -45,7 +43,7 @@ class System(Protocol):
 
 @dataclass(frozen=True)
 class PolicySystem:
-    """An engine of this process under one policy. Several of them share the engine and take turns."""
+    """An engine of this process under one policy. Several systems share one engine and take turns."""
 
     engine: Engine
     name: str
@@ -92,7 +90,7 @@ class RemoteSystem:
 
 @dataclass(frozen=True)
 class Loaded:
-    """An engine, what prompts for it are made of, and what it is."""
+    """An engine, the vocabulary of its prompts, and its description."""
 
     engine: Engine
     vocabulary: Vocabulary
@@ -131,7 +129,7 @@ def load_engine(model: str | None, draft: str | None, options: EngineOptions, ch
 
 
 def load_vocabulary(model: str | None, max_model_len: int | None, chat: bool) -> Vocabulary:
-    """Of a model whose weights are somewhere else."""
+    """The vocabulary of a model that a server elsewhere has loaded."""
     from faser.models.source import open_target
 
     source = open_target(model)

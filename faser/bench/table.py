@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from faser.bench.document import Document, GroupDocument
+from faser.traffic.document import Document, GroupDocument
 
 BEST = "*"
 
@@ -16,7 +16,7 @@ class _Column:
     figure: str
     factor: float = 1.0
     digits: int = 1
-    better: int = 0  # 1: more is better; -1: less; 0: neither, no mark
+    better: int = 0  # 1: more is better, -1: less is better, 0: no best is marked
 
 
 _COLUMNS = (
@@ -37,7 +37,7 @@ _COLUMNS = (
 
 
 def render(document: Document, reference: str | None) -> str:
-    """`reference` is the system that ratios are taken against; None leaves them out."""
+    """`reference` is the system that ratios are taken against; None: no ratios."""
     loads = list(dict.fromkeys((group.rate, group.concurrency) for group in document.groups))
     tables = [
         _table([g for g in document.groups if (g.rate, g.concurrency) == load], reference, _title(*load))
@@ -75,9 +75,14 @@ def _table(groups: Sequence[GroupDocument], reference: str | None, title: str) -
         if against is not None:
             cells += [_ratio(group, against, "output_tokens_per_s"), _ratio(against, group, "latency_per_token_mean")]
         rows.append(cells)
+    return f"{title}\n{aligned(rows)}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Lines of columns, the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
-    return "\n".join([title, *lines])
+    return "\n".join(lines)
 
 
 def _median(group: GroupDocument, figure: str) -> float | None:

@@ -265,7 +265,7 @@ def _profile(args: argparse.Namespace) -> int:
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    from faser.sim.command import simulate
+    from faser.bench.simulate import simulate
 
     return simulate(args)
 

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from faser.text.tokenizer import StopChecker
 
 MOST_CANDIDATES = 128  # waiting requests that compete for a step, oldest first: bounds the work of a plan
+NOBODY = ""  # the id of no request: tokens of several requests together
 MOST_HASHED = 1024  # their pages that one plan gives names; a longer prompt is named alone
 
 
@@ -95,6 +96,8 @@ class Scheduler:
     """Continuous batching over two page pools.
 
     `draft_pages` is None where drafts need no KV (n-gram). `speculates` says whether there is any draft at all.
+    Without `reports_every_token` a commit reports only requests that begin or end, which a simulator can afford for
+    256 requests a step.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class Scheduler:
         cost: ProfiledCost | None = None,
         overlap: Overlap | None = None,
         pace: StepPace | None = None,
+        reports_every_token: bool = True,
     ) -> None:
         self.limits = limits
         self.pace = pace  # bounds the seconds of a step; None: only rows are bounded
@@ -122,6 +126,7 @@ class Scheduler:
         self.num_prefix_hits = 0  # and found
         self._speculates = speculates
         self._caching = prefix_caching
+        self._collect = self._collect_all if reports_every_token else self._collect_ends
         self._entries: dict[str, _Entry] = {}
         self._waiting: deque[_Entry] = deque()  # oldest request first
         self._num_added = 0
@@ -895,7 +900,7 @@ class Scheduler:
             previous = entry.hashes[-1] if entry.hashes else b""
             entry.hashes.append(page_hash(previous, tokens[column * size : (column + 1) * size]))
 
-    def _collect(self, slots: IntArray, emitted: IntArray, result: StepResult) -> None:
+    def _collect_all(self, slots: IntArray, emitted: IntArray, result: StepResult) -> None:
         """Hand out tokens; look closely only at requests that may end here or asked for more than tokens.
 
         What is handed out is kept in `_ended` until the step is whole, so that no end is lost if it is not.
@@ -916,6 +921,18 @@ class Scheduler:
                 progress.append(self._examine(entry, tokens[first:last], result.logprobs.get(i)))
             else:
                 progress.append(Progress(entry.request.id, tokens[first:last], None, None))
+
+    def _collect_ends(self, slots: IntArray, emitted: IntArray, result: StepResult) -> None:
+        """Report requests that begin or end in this step; add up the tokens of all others under the id NOBODY.
+
+        For an executor whose tokens are all the same: which of them a request gets does not matter.
+        """
+        known = self._num_known[slots]
+        begins = known - emitted == self._num_prompt[slots]
+        reported = (emitted > 0) & (begins | (known >= self._end[slots]))
+        count = int(emitted[reported].sum())
+        self._collect_all(slots[reported], emitted[reported], replace(result, token_ids=result.token_ids[:count]))
+        self._ended.append(Progress(NOBODY, [0] * (result.token_ids.size - count), None, None))
 
     def _examine(self, entry: _Entry, new: list[int], logprobs: list[TokenLogprobs] | None) -> Progress:
         """Cut a request's new tokens at its first stop, if any: the tokens behind it are as if never made."""

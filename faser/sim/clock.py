@@ -1,14 +1,14 @@
-"""Time that passes only when somebody says so."""
+"""Virtual time: it passes only when told to."""
 
 from __future__ import annotations
 
 import math
 
-from faser.bench.play import Clock
+from faser.traffic.play import Clock
 
 
 class VirtualTime:
-    """Seconds from 0, shared by an engine, its executor and whoever plays requests through them."""
+    """Seconds from 0, shared by an engine, its executor and the player of requests."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -17,11 +17,11 @@ class VirtualTime:
         return self._seconds
 
     def reach(self, seconds: float) -> None:
-        """Go on to that time; never back."""
+        """Advance to `seconds`; never backwards."""
         self._seconds = max(self._seconds, seconds)
 
     def sleep(self, seconds: float) -> None:
-        """At least a little passes: what is too short to be added would never be over."""
+        """Advances by at least one float step: a sleep too short to be added would repeat forever."""
         self._seconds = max(self._seconds + seconds, math.nextafter(self._seconds, math.inf))
 
     @property

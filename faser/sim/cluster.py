@@ -1,26 +1,26 @@
-"""Several replicas behind a router, every step of every one of them simulated.
+"""Several replicas behind a router, with every step of every replica simulated.
 
-Each replica is a real engine with a time of its own. What its step brings is heard of when that step ends, not when it
-is computed, so the router never knows more than a router would.
+Each replica is a real engine with its own time. The progress of a step is delivered when the step ends, not when it is
+computed, so that the router knows no more than a real one.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from math import inf
 
 from faser.arrays import IntArray
-from faser.bench.play import Ledger, Update, never, no_update, seconds_of
-from faser.bench.records import Run, Workload
 from faser.request import Progress
 from faser.sim.replica import Replica
+from faser.traffic.play import Ledger, Stopped, Update, never, no_update, seconds_of
+from faser.traffic.records import Run, Workload
 
 
 class Router:
-    """To the replica with the fewest open requests; of several, to the one that has had so few for the longest."""
+    """Sends to the replica with the fewest open requests; among equals, to the one that changed least recently."""
 
     def __init__(self, num_replicas: int) -> None:
         self._open = [0] * num_replicas
@@ -29,13 +29,13 @@ class Router:
         self._heap = [(0, ticket, replica) for replica, ticket in enumerate(self._tickets)]
 
     def choose(self) -> int:
-        """For a request that is sent now."""
+        """The replica for the next request, which counts as open from now on."""
         while True:
             _, ticket, replica = self._heap[0]
             if ticket == self._tickets[replica]:
                 self._changed(replica, +1)
                 return replica
-            heapq.heappop(self._heap)  # it has changed since
+            heapq.heappop(self._heap)  # an outdated entry
 
     def ended(self, replica: int, count: int = 1) -> None:
         self._changed(replica, -count)
@@ -48,7 +48,7 @@ class Router:
 
 
 def per_gpu(run: Run, num_replicas: int, busy: float, wall: float) -> Run:
-    """With what a planner asks of a cluster. `busy` seconds are summed over the replicas, `wall` is of each."""
+    """The run with figures per GPU. `busy` is summed over the replicas, `wall` is the same for each."""
     tokens = sum(record.num_tokens for record in run.records if record.error is None)
     figures = {
         "replicas": num_replicas,
@@ -63,10 +63,10 @@ def play_cluster(
     workload: Workload,
     system: str,
     *,
-    stopped: Callable[[], bool] = never,
+    stopped: Stopped = never,
     update: Update = no_update,
 ) -> Run:
-    """One run through fresh replicas. It ends early, and then partial, when `stopped` says so."""
+    """One run through fresh replicas. It ends early, as partial, when `stopped` returns true."""
     return _Cluster(replicas, workload).run(system, stopped, update)
 
 
@@ -78,21 +78,21 @@ class _Cluster:
         self._router = Router(len(replicas))
         self._now = 0.0
         self._next = 0  # of the workload's items
-        self._resting = set(range(len(replicas)))
-        self._steps: list[tuple[float, int, list[Progress]]] = []  # heap: when a replica's step ends, what it brings
+        self._idle = set(range(len(replicas)))
+        self._steps: list[tuple[float, int, list[Progress]]] = []  # heap: (end, replica, progress)
 
-    def run(self, system: str, stopped: Callable[[], bool], update: Update) -> Run:
+    def run(self, system: str, stopped: Stopped, update: Update) -> Run:
         while self._next < len(self._workload.items) or self._ledger.num_open:
             if stopped():
                 return self._result(system, partial=True)
             self._send_due()
             self._start_steps()
-            self._go_on()
+            self._advance()
             update(self._ledger.num_ended)
         return self._result(system, partial=False)
 
     def _due(self) -> float:
-        """When the next request is sent; infinite where others must end first."""
+        """When the next request is sent; infinite if another must end first."""
         if self._next == len(self._workload.items):
             return inf
         most = self._workload.concurrency
@@ -110,20 +110,20 @@ class _Cluster:
                 self._router.ended(chosen)
 
     def _start_steps(self) -> None:
-        for index in sorted(self._resting):
+        for index in sorted(self._idle):
             replica = self._replicas[index]
             if replica.engine.has_work:
                 replica.time.reach(self._now)
                 progress = replica.engine.step()
                 heapq.heappush(self._steps, (replica.time.now(), index, progress))
-                self._resting.discard(index)
+                self._idle.discard(index)
 
-    def _go_on(self) -> None:
-        """To whatever comes next: a request, or the end of a step."""
+    def _advance(self) -> None:
+        """To the next event: a request, or the end of a step."""
         self._now = min(self._due(), self._steps[0][0] if self._steps else inf)
         while self._steps and self._steps[0][0] <= self._now:
             _, index, progress = heapq.heappop(self._steps)
-            self._resting.add(index)
+            self._idle.add(index)
             self._router.ended(index, self._ledger.receive(progress, self._now))
 
     def _result(self, system: str, partial: bool) -> Run:
@@ -137,7 +137,6 @@ class _Cluster:
             phases={
                 "draft": draft,
                 "verify": verify,
-                "exit check": 0.0,
                 "host": max(0.0, busy - draft - verify),
                 "idle": max(0.0, len(stats) * wall - busy),
             },

@@ -1,7 +1,7 @@
-"""The simulated side of the seam: plans take the seconds of a profile and are judged by an oracle.
+"""The simulated executor: steps take the seconds of a profile, and an oracle decides which drafts are accepted.
 
-Knows lengths, positions and time. Knows no tokens: those it hands out are all zero. Steps run back to back on a device
-of their own, as on a GPU: one that is submitted while another runs begins when that one ends.
+Knows lengths, positions and time. Knows no tokens: all tokens it emits are zero. Steps run back to back, as on a GPU: a
+step that is submitted while another runs begins when that one ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from faser.sim.clock import VirtualTime
 from faser.sim.oracle import Oracle
 from faser.step import Admission, Settling, StepPlan, StepResult, StepSeconds
 
-Watch = Callable[[StepPlan, StepResult], None]  # sees every step
+Watch = Callable[[StepPlan, StepResult], None]  # called with every step
 
 
 def no_noise() -> float:
@@ -29,7 +29,7 @@ def no_noise() -> float:
 
 
 class Noise:
-    """Steps that take longer at times and less at others: a factor, the mean of which is 1."""
+    """A log-normal factor on the seconds of a step, with mean 1."""
 
     def __init__(self, spread: float, seed: int) -> None:
         self._spread = spread

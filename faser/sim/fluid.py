@@ -1,32 +1,31 @@
 """A cluster too large for every step of every replica: decoding as a flow, prompts step by step.
 
-Each replica serves as `Pace` says: between two events the requests that decode on it all get tokens at the same even
-rate, so that a request ends when the replica's count of tokens reaches the request's own; prompts are read in steps of
-their own, which hold the others up as they do in the scheduler. Events per request, not steps, are what it costs.
+Each replica serves as its `ThroughputTable` says. Between two events all requests that decode on it get tokens at one
+rate, so a request ends when the replica's count of tokens reaches the request's own. Prompts are read in steps of their
+own, during which the others wait as they do in the scheduler. The cost grows with the number of requests, not of steps.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
 from math import inf
 
-from faser.bench.play import Update, never, no_update, seconds_of
-from faser.bench.records import Item, Record, Run, Workload
 from faser.engine.prompt_pace import ALONE, GPU
 from faser.errors import RequestTooLong
 from faser.sim.cluster import Router, per_gpu
-from faser.sim.pace import Pace
 from faser.sim.replica import Machine
+from faser.sim.throughput import ThroughputTable
+from faser.traffic.play import Stopped, Update, never, no_update, seconds_of
+from faser.traffic.records import Item, Record, Run, Workload
 
 ALMOST = 1e-6  # tokens: what rounding may leave of a request
-SEEN_AFTER = 0.5  # steps, on average, until the end of the one during which a request came
-LOOK_EVERY = 1024  # requests, at which an interrupt is looked for
+SEEN_AFTER = 0.5  # steps, on average, from an arrival to the end of the running step
+CHECK_EVERY = 1024  # requests between two checks of `stopped`
 
 
 class _Requests:
-    """What is known of the requests, by index."""
+    """The requests, by index."""
 
     def __init__(self, workload: Workload) -> None:
         self.num_prompt = [len(item.prompt_token_ids) for item in workload.items]
@@ -37,20 +36,20 @@ class _Requests:
 
 
 class _Tables:
-    """A pace as lists, which are faster to look up in, and the same for all replicas."""
+    """A ThroughputTable as lists, which are faster to index than arrays; all replicas share it."""
 
-    def __init__(self, pace: Pace) -> None:
-        self.step: list[float] = pace.step.tolist()
-        self.rate: list[float] = (pace.gain / pace.step).tolist()  # tokens per second
-        self.prompt_step: list[float] = pace.prompt_step.tolist()
-        self.prompt_row: list[float] = pace.prompt_row.tolist()
-        self.prompt_gain: list[float] = pace.prompt_gain.tolist()
-        self.prompt_width: list[float] = pace.prompt_width.tolist()
-        self.late_row: list[float] = pace.late_row.tolist()
+    def __init__(self, table: ThroughputTable) -> None:
+        self.step: list[float] = table.step.tolist()
+        self.rate: list[float] = (table.gain / table.step).tolist()  # tokens per second
+        self.prompt_step: list[float] = table.prompt_step.tolist()
+        self.prompt_row: list[float] = table.prompt_row.tolist()
+        self.prompt_gain: list[float] = table.prompt_gain.tolist()
+        self.prompt_width: list[float] = table.prompt_width.tolist()
+        self.late_row: list[float] = table.late_row.tolist()
 
 
 class _Replica:
-    """One GPU. `next_event` is when something happens on it without anybody coming."""
+    """One GPU. `next_event` is the time of its next event if no request arrives before."""
 
     def __init__(self, machine: Machine, tables: _Tables, requests: _Requests) -> None:
         self.next_event = inf
@@ -60,17 +59,17 @@ class _Replica:
         self._max_rows = machine.max_batch_tokens
         self._max_seconds = machine.max_step_ms / 1e3 or inf
         self._free_tokens = machine.num_pages * machine.page_size
-        self._planned = 1 if machine.runs_ahead else 0  # steps that are settled when one ends
+        self._planned = 1 if machine.runs_ahead else 0  # steps already planned when one ends
         self._tables = tables
-        self._time = 0.0  # up to which all is done
-        self._given = 0.0  # tokens that a request has got that has decoded all the time
-        self._decoding: list[tuple[float, int]] = []  # heap: when that count reaches a request's end
-        self._reading: deque[list[int]] = deque()  # request, rows of its prompt to do
-        self._waiting: deque[tuple[float, int]] = deque()  # from when on it can be part of a step
-        self._read: list[int] = []  # whose prompts are done with the step that runs
-        self._in_step = False  # with prompts, or held up by drafts that catch up
-        self._step_gain = 0.0
-        self._owed = 0.0  # seconds of drafts that have yet to catch up
+        self._time = 0.0  # simulated up to here
+        self._given = 0.0  # tokens of a request that has decoded since second 0
+        self._decoding: list[tuple[float, int]] = []  # heap: (value of `_given` at which it ends, request)
+        self._reading: deque[list[int]] = deque()  # [request, rows of its prompt left]
+        self._waiting: deque[tuple[float, int]] = deque()  # (when it can join a step, request)
+        self._read: list[int] = []  # requests whose prompts end with the running step
+        self._in_step = False  # a step with prompts, or with drafts that catch up, is running
+        self._step_gain = 0.0  # tokens per decoding request of the running step
+        self._owed = 0.0  # seconds of catching up that drafts still need
 
     def send(self, request: int, now: float) -> None:
         size = len(self._decoding)
@@ -85,7 +84,7 @@ class _Replica:
             self._begin()
 
     def wake(self, now: float) -> int:
-        """At its next event; returns how many requests ended with it."""
+        """Handle the next event; returns the number of requests that ended."""
         before = self._requests.num_ended
         if self._in_step:
             self._end_step(now)
@@ -120,7 +119,7 @@ class _Replica:
             self._free_tokens += requests.num_prompt[request] + requests.num_output[request]
 
     def _begin(self) -> None:
-        """What comes next: a step with prompts if there are any, else decoding until somebody ends or can be read."""
+        """Start a step with prompts if there are any; else decode until a request ends or can join."""
         size, tables = len(self._decoding), self._tables
         room = int(self._max_rows - size * tables.prompt_width[size])
         room = min(room, self._fitting_rows(size))
@@ -140,13 +139,13 @@ class _Replica:
         self.next_event = min(ends, ready if ready > self._time else inf)
 
     def _fitting_rows(self, size: int) -> int:
-        """Prompt rows that fit into the bound of a step, beside `size` requests that decode."""
+        """Prompt rows that fit into the bound on a step's seconds, beside `size` decoding requests."""
         seconds = self._max_seconds * (1.0 if size else ALONE) - self._tables.prompt_step[size] - self._owed
         row = self._tables.prompt_row[size]
         return self._max_rows if seconds == inf or not row else max(GPU.least_rows, int(seconds / row))
 
     def _hold(self, seconds: float, gain: float) -> None:
-        """Everybody waits so long, and then has so many tokens more."""
+        """A step of `seconds`, after which every decoding request has `gain` more tokens."""
         self._in_step, self._step_gain = True, gain
         self.next_event = self._time + seconds
 
@@ -163,7 +162,7 @@ class _Replica:
             room -= requests.num_prompt[request]
 
     def _take_rows(self, most: int) -> int:
-        """Of the prompts, the oldest first; returns how many."""
+        """Take up to `most` prompt rows, oldest prompt first; returns their number."""
         taken = 0
         while self._reading and taken < most:
             oldest = self._reading[0]
@@ -178,33 +177,35 @@ class _Replica:
 
 def play_fluid(
     machine: Machine,
-    pace: Pace,
+    table: ThroughputTable,
     num_replicas: int,
     workload: Workload,
     system: str,
     *,
-    stopped: Callable[[], bool] = never,
+    stopped: Stopped = never,
     update: Update = no_update,
 ) -> Run:
-    """One run of requests that come by the clock, through so many replicas."""
-    return _Fluid(machine, pace, num_replicas, workload).run(system, stopped, update)
+    """One run, with arrivals by the clock, through `num_replicas` replicas."""
+    return _Fluid(machine, table, num_replicas, workload).run(system, stopped, update)
 
 
 class _Fluid:
-    def __init__(self, machine: Machine, pace: Pace, num_replicas: int, workload: Workload) -> None:
+    def __init__(self, machine: Machine, table: ThroughputTable, num_replicas: int, workload: Workload) -> None:
         self._machine = machine
         self._workload = workload
         self._requests = _Requests(workload)
-        tables = _Tables(pace)
+        tables = _Tables(table)
         self._replicas = [_Replica(machine, tables, self._requests) for _ in range(num_replicas)]
         self._router = Router(num_replicas)
-        self._events: list[tuple[float, int]] = []  # heap: when, on which replica; void where it has changed since
+        self._events: list[
+            tuple[float, int]
+        ] = []  # heap: (time, replica); outdated if the replica's next event differs
         self._errors: dict[int, str] = {}
         self._now = 0.0
 
-    def run(self, system: str, stopped: Callable[[], bool], update: Update) -> Run:
+    def run(self, system: str, stopped: Stopped, update: Update) -> Run:
         for request, item in enumerate(self._workload.items):
-            if request % LOOK_EVERY == 0:
+            if request % CHECK_EVERY == 0:
                 update(self._requests.num_ended)
                 if stopped():
                     return self._result(system, request)

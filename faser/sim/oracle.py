@@ -1,8 +1,8 @@
-"""What the draft would have guessed right: replayed from measured sequences, or drawn.
+"""Which drafts are accepted: replayed from measured sequences, or drawn.
 
-An oracle says of every output position of a request whether the draft, given the right tokens before it, names the
-token the target says there. That is a property of the request alone, so an outcome depends neither on the policy nor on
-who else is in the batch: a step at position p with length k accepts the run of agreements from p on, at most k.
+An oracle knows for every output position of a request whether the draft, given the correct tokens before it, agrees
+with the target. This is a property of the request alone and depends neither on the policy nor on the batch: a step at
+position p with length k accepts min(k, run of agreements from p on).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from faser.arrays import FloatArray, IntArray
-from faser.bench.document import Category, Document
 from faser.errors import ConfigError
+from faser.traffic.document import Category, Document
 
 Flags = NDArray[np.bool_]
 
@@ -39,17 +39,19 @@ _MASK = 2**64 - 1
 
 class Oracle(Protocol):
     def runs(self, request: int, size: int) -> IntArray:
-        """For the first `size` output positions of a request (its index in the workload), how many in a row the draft
-        names rightly from there on."""
+        """The number of consecutive agreements from each of the first `size` output positions of a request on.
+
+        `request` is its index in the workload.
+        """
         ...
 
     def confidence(self, request: int, first: int, size: int) -> FloatArray:
-        """How sure the draft is of what it names at `size` positions from the first on: a probability each."""
+        """The probability that the draft gives its token, at `size` positions from `first` on."""
         ...
 
 
 class Acceptance(Protocol):
-    """What `--acceptance` names: makes oracles."""
+    """The value of `--acceptance`: makes oracles."""
 
     def oracle(self, categories: Sequence[str], seed: int) -> Oracle:
         """For requests of these categories, in the order of the workload."""
@@ -57,25 +59,25 @@ class Acceptance(Protocol):
 
 
 def runs_of(agreement: Flags) -> IntArray:
-    """For every position, how many in a row agree from there on. [N] to [N]."""
+    """The number of consecutive agreements from each position on: [N] → [N]."""
     positions = np.arange(agreement.size)
     differs = np.where(agreement, agreement.size, positions)
     runs: IntArray = np.minimum.accumulate(differs[::-1])[::-1] - positions
     return runs
 
 
-# ── coins ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── random numbers ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _mixed(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finalizer: neighbours in, independent bits out."""
+    """SplitMix64's finalizer: independent bits from neighbouring inputs."""
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))
 
 
-def coins(seed: int, stream: int, counters: IntArray) -> FloatArray:
-    """Numbers from 0 to 1, each a function of (seed, stream, counter) and of nothing else."""
+def uniforms(seed: int, stream: int, counters: IntArray) -> FloatArray:
+    """Numbers from 0 to 1, each a function of (seed, stream, counter) alone."""
     key = _mixed(np.array([seed & _MASK], dtype=np.uint64)) + np.uint64(stream)
     bits = _mixed(_mixed(key) + counters.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     drawn: FloatArray = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -87,14 +89,14 @@ def coins(seed: int, stream: int, counters: IntArray) -> FloatArray:
 
 @dataclass(frozen=True)
 class Replayed:
-    """Each request goes through one of the sequences, from its beginning, and round and round."""
+    """Each request replays one of the sequences from its beginning, again and again."""
 
     source: Replay
-    chosen: IntArray  # [requests], sequences
+    chosen: IntArray  # [requests] the sequence of each
 
     @cached_property
     def _runs(self) -> IntArray:
-        """[S, positions] of the sequences, the end of which is followed by their beginning."""
+        """[S, positions]; the end of a sequence is followed by its beginning."""
         agreement = self.source.agreement
         return np.array([runs_of(np.concatenate([each, each]))[: each.size] for each in agreement])
 
@@ -109,7 +111,7 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Replay:
-    """Measured sequences by category; a request takes one of its own, or any where its category has none."""
+    """Measured sequences by category. A request takes one of its category, or any if its category has none."""
 
     agreement: Flags  # [S, positions]
     confidence: FloatArray  # [S, positions]
@@ -126,8 +128,8 @@ class Replay:
         whole = np.arange(len(self.categories))
         members = {name: np.flatnonzero([each == name for each in self.categories]) for name in set(categories)}
         members = {name: found if found.size else whole for name, found in members.items()}
-        drawn = coins(seed, 0, np.arange(len(categories))).tolist()
-        chosen = [members[name][int(coin * members[name].size)] for name, coin in zip(categories, drawn, strict=True)]
+        drawn = uniforms(seed, 0, np.arange(len(categories))).tolist()
+        chosen = [members[name][int(u * members[name].size)] for name, u in zip(categories, drawn, strict=True)]
         return Replayed(self, np.array(chosen, dtype=np.int64))
 
 
@@ -136,7 +138,7 @@ class Replay:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Two coins for every position of every request: how sure the draft is, and whether it is right."""
+    """Two random numbers for every position of every request: the draft's confidence, and whether it agrees."""
 
     rates: FloatArray  # [requests]
     seed: int
@@ -144,22 +146,22 @@ class Drawn:
 
     def runs(self, request: int, size: int) -> IntArray:
         chances = self.confidence(request, 0, size)
-        return runs_of(coins(self.seed, 2 * request + 1, np.arange(size)) < chances)
+        return runs_of(uniforms(self.seed, 2 * request + 1, np.arange(size)) < chances)
 
     def confidence(self, request: int, first: int, size: int) -> FloatArray:
-        """A power of an even number has any mean wanted: v^((1 - rate) / rate), of which the mean is the rate.
+        """u^((1 - rate) / rate) for a uniform u, whose mean is the rate.
 
-        As the rate is of being right, a draft that is this sure is right as often as it says.
+        `runs` accepts with this probability, so the confidence is calibrated.
         """
         positions = np.arange(first, first + size)
         rates = np.clip(self.rates[request] + self.drift / DRIFT_TOKENS * positions, LEAST_RATE, 1.0)
-        chances: FloatArray = coins(self.seed, 2 * request + 2, positions) ** ((1 - rates) / rates)
+        chances: FloatArray = uniforms(self.seed, 2 * request + 2, positions) ** ((1 - rates) / rates)
         return chances
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Rates of acceptance from a Beta distribution, by category where they are known by category."""
+    """Acceptance rates from a Beta distribution, with means by category if these are known."""
 
     mean: float
     spread: float = 0.0  # standard deviation over requests
@@ -189,7 +191,7 @@ class Draw:
 
 
 def rate_of(accepted: int, lengths: Mapping[int, int]) -> float:
-    """The rate at which steps of these lengths (how many of each) accept that much on average.
+    """The rate at which steps of these lengths (length → number of steps) accept `accepted` tokens on average.
 
     A step of length k accepts rate + rate² + … + rateᵏ.
     """
@@ -202,8 +204,8 @@ def rate_of(accepted: int, lengths: Mapping[int, int]) -> float:
 
 
 @dataclass
-class _Judged:
-    """What speculation came to, over several runs."""
+class _Counts:
+    """Accepted tokens and steps by length, over several runs."""
 
     accepted: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
@@ -218,16 +220,16 @@ class _Judged:
 
 
 def draw_like(document: Document, spread: float = 0.0) -> Draw:
-    """With the rates, by category, at which the runs of a document accepted. Raises ConfigError where none drafted."""
-    whole, found = _Judged(), dict[str, _Judged]()
+    """The acceptance rates, by category, of the runs of a document. Raises ConfigError if none drafted."""
+    whole, found = _Counts(), dict[str, _Counts]()
     for run in document.runs:
         for name, category in run.categories.items():
             whole.add(category)
-            found.setdefault(name, _Judged()).add(category)
+            found.setdefault(name, _Counts()).add(category)
     mean = whole.rate()
     if mean is None:
-        raise ConfigError("no run in it tells how many drafts of which length were accepted; play one with fixed:K")
-    rates = {name: rate for name, judged in found.items() if (rate := judged.rate()) is not None}
+        raise ConfigError("no run of it reports accepted drafts by length; play one with fixed:K")
+    rates = {name: rate for name, counts in found.items() if (rate := counts.rate()) is not None}
     return Draw(mean, spread, by_category=rates)
 
 
@@ -235,7 +237,7 @@ def draw_like(document: Document, spread: float = 0.0) -> Draw:
 
 
 def parse_acceptance(text: str) -> Acceptance:
-    """EXPECTED says what it may be."""
+    """EXPECTED lists the forms."""
     if text == REPLAY:
         return Replay.shipped()
     try:

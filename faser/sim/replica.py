@@ -1,18 +1,20 @@
 """A simulated machine: the real engine and scheduler over a profile.
 
-Knows how the parts are put together. What is asked of it comes as a `Machine`, the same for every replica and policy.
+Puts the parts together. A `Machine` holds the options, the same for every replica and policy.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf
+from pathlib import Path
 
 from faser.cost.profile import Profile
 from faser.cost.profiled_cost import ProfiledCost
 from faser.engine.engine import Engine
 from faser.engine.pages import PagePool
 from faser.engine.prompt_pace import GPU, StepPace
+from faser.engine.scheduler import Scheduler
 from faser.errors import ConfigError, RequestTooLong
 from faser.limits import Limits
 from faser.policy import make_policy
@@ -20,24 +22,36 @@ from faser.policy.overlap import Overlap
 from faser.sim.clock import VirtualTime
 from faser.sim.executor import Noise, SimExecutor, Watch, no_noise
 from faser.sim.oracle import Oracle
-from faser.sim.quiet import QuietScheduler
 from faser.step import StepPlan, StepSeconds
+
+PROFILES = Path(__file__).parent / "profiles"
+
+
+def load_profile(name: str) -> Profile:
+    """A shipped profile by name, or a file."""
+    shipped = {path.stem: path for path in sorted(PROFILES.glob("*.json"))}
+    path = shipped.get(name) or Path(name).expanduser()
+    if not path.is_file():
+        raise ConfigError(
+            f"--profile {name}: no such file; give one that `faser profile` wrote, or one of {', '.join(shipped)}"
+        )
+    return Profile.load(path)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One GPU and what runs on it."""
+    """One GPU and the options of its engine."""
 
     profile: Profile
     max_running: int = 256
     max_batch_tokens: int = 4096
-    max_step_ms: float = 0.0  # a step takes no more prompt rows than fit; 0: no bound
+    max_step_ms: float = 0.0  # bounds the prompt rows of a step; 0: no bound
     max_model_len: int = 4096
-    kv_tokens: int | None = None  # of each pool; None: as many as can ever be asked for
+    kv_tokens: int | None = None  # of each pool; None: enough for max_running full requests
     page_size: int = 16
     runs_ahead: bool = True  # the next step is planned while one runs
-    noise: float = 0.0  # standard deviation of a step's seconds, as a share of them
-    overlap: str = "off"  # drafting with verification, as far as the profile knows what that takes
+    noise: float = 0.0  # relative standard deviation of a step's seconds
+    overlap: str = "off"  # drafting beside verification, if the profile has measured it
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_batch_tokens", "max_model_len", "kv_tokens", "page_size"):
@@ -60,12 +74,12 @@ class Machine:
 
     @property
     def num_pages(self) -> int:
-        """Of each pool."""
+        """Pages of each pool."""
         most = self.max_running * -(-self.max_model_len // self.page_size)
         return most if self.kv_tokens is None else min(most, max(1, self.kv_tokens // self.page_size))
 
     def check_size(self, num_prompt: int, num_output: int) -> None:
-        """Raises RequestTooLong for a request that can never be served, as the scheduler does."""
+        """Raises RequestTooLong for a request that can never be served, like the scheduler."""
         total, most = num_prompt + num_output, min(self.max_model_len, self.num_pages * self.page_size)
         if total > most:
             raise RequestTooLong(f"{num_prompt} prompt tokens + {num_output} = {total}, but a replica takes {most}")
@@ -77,27 +91,27 @@ def _option(name: str) -> str:
 
 @dataclass(frozen=True)
 class Replica:
-    """An engine with a time of its own."""
+    """An engine and its time."""
 
     engine: Engine
     time: VirtualTime
 
 
 class _SilentCost(ProfiledCost):
-    """Nobody looks at what the engine predicts, so nothing is spent on it."""
+    """Saves the time of predictions, which a simulation does not report."""
 
     def predict(self, plan: StepPlan) -> float:
         return 0.0
 
 
 class _IdleCost(_SilentCost):
-    """Nor at anything else, where the policy goes by no cost."""
+    """Saves the time of learning too, for a policy that uses no cost."""
 
     def learn(self, plan: StepPlan, spent: StepSeconds, seconds: float) -> None: ...
 
 
 def make_replica(machine: Machine, policy: str, oracle: Oracle, seed: int = 0, watch: Watch | None = None) -> Replica:
-    """Empty, at second 0, under a policy that has learned nothing yet. `seed` is of the noise alone."""
+    """Empty, at second 0, under a policy that has learned nothing. `seed` is that of the noise."""
     chosen, limits, time = make_policy(policy), machine.limits, VirtualTime()
     goes_by_cost = chosen.needs_cost
     cost = _SilentCost(machine.profile) if goes_by_cost else _IdleCost(machine.profile)
@@ -111,7 +125,7 @@ def make_replica(machine: Machine, policy: str, oracle: Oracle, seed: int = 0, w
         watch=watch,
     )
     pacing = replace(GPU, row_sizes=machine.profile.prompts.sizes)
-    scheduler = QuietScheduler(
+    scheduler = Scheduler(
         limits,
         chosen,
         _pool(machine),
@@ -121,6 +135,7 @@ def make_replica(machine: Machine, policy: str, oracle: Oracle, seed: int = 0, w
         cost=cost if goes_by_cost else None,
         overlap=None if machine.overlap == "off" else Overlap(machine.overlap),
         pace=StepPace(machine.max_step_ms / 1e3, pacing) if machine.max_step_ms else None,
+        reports_every_token=False,
     )
     return Replica(Engine(scheduler, executor, time.now, cost), time)
 

@@ -9,13 +9,13 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-from faser.bench.document import Document, RunDocument
-from faser.bench.play import play, set_policy
-from faser.bench.records import Workload
 from faser.bench.results import run_document
-from faser.bench.summary import Slo, group_runs
-from faser.bench.workload import Load
-from tests.bench.simulated import Time, make_engine, make_workload
+from faser.traffic.document import Document, RunDocument
+from faser.traffic.play import play, set_policy
+from faser.traffic.records import Workload
+from faser.traffic.summary import Slo, group_runs
+from faser.traffic.workload import Load
+from tests.traffic.simulated import Time, make_engine, make_workload
 
 PATH = Path(__file__).parent / "example.json"
 RATES = (4.0, 24.0)

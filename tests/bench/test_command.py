@@ -11,16 +11,17 @@ from dataclasses import replace
 
 import pytest
 
-from faser.bench import command, report
-from faser.bench import play as player
+from faser.bench import command
 from faser.bench.command import Asked
-from faser.bench.document import FIGURES, Document
 from faser.bench.estimate import Estimate, Pace
+from faser.bench.report import images
 from faser.bench.results import read_against
 from faser.bench.table import render
-from faser.bench.workload import Load
 from faser.cli.main import main, make_parser
 from faser.errors import ConfigError, EngineError
+from faser.traffic import play as player
+from faser.traffic.document import FIGURES, Document
+from faser.traffic.workload import Load
 from tests.bench.make_example import PATH, make_example
 from tests.bench.stub_server import BUSY, FINE, serving
 from tests.test_imports import run as behind_the_wall
@@ -123,14 +124,14 @@ def test_a_signal_still_writes_what_was_measured(
     number, status, word, model, capsys, monkeypatch, tmp_path, handlers, uncalibrated
 ):
     raise_at(monkeypatch, (20, number))
-    monkeypatch.setattr(report, "browser", lambda: None)
+    monkeypatch.setattr(images, "browser", lambda: None)
     out, page = tmp_path / "a.json", tmp_path / "page"
     lines, document, err = bench(
         capsys, *model, *ENDED_EARLY, "--policies", "off,fixed:1,fixed:2", "--out", str(out), "--report", str(page),
         status=status,
     )  # fmt: skip
     assert [(run["system"], run["partial"]) for run in document["runs"]] == [("off", False), ("fixed:1", True)]
-    assert err.endswith(f"faser: {word}; the runs measured so far were kept\n")
+    assert err.endswith(f"faser: {word}; the runs measured so far are kept\n")
     assert any("fixed:1 (partial)" in line for line in lines)
     assert len(json.loads(out.read_text())["runs"]) == 2
     assert "fixed:1" in (page / "report.html").read_text()
@@ -186,7 +187,7 @@ def test_a_run_cut_by_sigterm_leaves_no_process_and_no_temporary_file(folder, tm
     environment = {**os.environ, "TMPDIR": str(temporary), "PATH": f"{browser.parent}:{os.environ['PATH']}"}
     held = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     done = subprocess.run(
-        [sys.executable, "-c", f"import sys, faser.cli.main; sys.exit(faser.cli.main({given!r}))"],
+        [sys.executable, "-c", f"import sys, faser.cli.main; sys.exit(faser.cli.main.main({given!r}))"],
         env=environment, capture_output=True, text=True,
     )  # fmt: skip
     os.set_blocking(held, True)
@@ -217,7 +218,7 @@ def test_the_engine_is_driven_without_what_only_servers_need(folder):
     given = ["bench", "--model", str(folder), "--draft", "ngram", "--device", "cpu", *TRAFFIC]
     lacking = ("msgspec", "starlette", "uvicorn", "uvloop", "httptools", "gguf", "matplotlib", "prometheus_client",
                "shtab", "llguidance", "huggingface_hub")  # fmt: skip
-    done = behind_the_wall(f"import sys, faser.cli.main; sys.exit(faser.cli.main({given!r}))", lacking)
+    done = behind_the_wall(f"import sys, faser.cli.main; sys.exit(faser.cli.main.main({given!r}))", lacking)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["version"] == 1
 
@@ -238,7 +239,7 @@ def test_a_server_is_played_without_a_model_and_its_losses_are_counted(capsys, t
         assert "1 of 3 requests lost: status 503: try again later" in err
         assert "secret" not in json.dumps(document)
         _, _, err = bench(capsys, "--url", stub.url, "--workload", workload_file(tmp_path, BUSY, BUSY), status=1)
-        assert "no request of the calibration was answered, so it is not known how long this takes" in err
+        assert "no request of the calibration was answered, so the duration is unknown" in err
         assert "all at once: 2 requests, 1 system, 0 s or more" in err
 
 
@@ -263,7 +264,7 @@ def test_an_unreachable_server_is_an_error_in_one_line(capsys):
     ("given", "says"),
     [
         (["--policies", "warp"], "policy 'warp': expected off, or fixed:K"),
-        (["--policies", "fixed:3..1"], "expected a range that rises"),
+        (["--policies", "fixed:3..1"], "expected a rising range"),
         (["--policies", "fixed:1..99"], "to 32 at most"),
         (["--model", "x", "--policies", "fixed:1"], "needs a draft"),
         (["--url", "http://x", "--policies", "off"], "--policies is for FASER in this process"),
@@ -310,7 +311,7 @@ def test_the_example_is_what_its_script_makes_and_survives_a_round():
 
 @pytest.mark.parametrize("given", [{}, {"version": 2}, {"version": 1}, {"version": 1, "command": [], "runs": [1]}])
 def test_what_is_no_document_is_refused(given):
-    with pytest.raises(ConfigError, match="no document of faser bench"):
+    with pytest.raises(ConfigError, match="not a document of faser bench"):
         Document.from_dict(given)
 
 

@@ -8,11 +8,11 @@ import pytest
 
 from faser.bench.command import Asked, Interrupts, Session, make_workloads, size_traffic
 from faser.bench.estimate import SIZES, Estimate, Pace, calibrate, default_rate, in_words, rounded_up
-from faser.bench.records import Item, Record, Run, Workload
 from faser.bench.systems import PolicySystem
-from faser.bench.workload import Vocabulary
 from faser.cli.main import make_parser
-from tests.bench.simulated import SlowOracle, Time, make_engine
+from faser.traffic.records import Item, Record, Run, Workload
+from faser.traffic.workload import Vocabulary
+from tests.traffic.simulated import SlowOracle, Time, make_engine
 
 VOCABULARY = Vocabulary(5, 128, None)
 LENGTHS = ("--prompts", "random", "--prompt-len", "32", "--output-len", "48")

@@ -3,10 +3,10 @@ import socket
 
 import pytest
 
-from faser.bench.records import Item, Workload
 from faser.bench.remote import Remote, play_remote
-from faser.bench.summary import summarize
 from faser.errors import ConfigError, RemoteError
+from faser.traffic.records import Item, Workload
+from faser.traffic.summary import summarize
 from tests.bench.stub_server import BREAKS, BUSY, COUNTLESS, DROPS, FINE, SILENT, serving
 
 

@@ -1,4 +1,4 @@
-"""The report of a benchmark: what it says, what it must not, and where its charts draw."""
+"""The report of a benchmark: what it says, and what it must not."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from markupsafe import Markup, escape
+from markupsafe import escape
 
-from benchmarks.ablation import LADDER, explained
-from faser.bench import charts, legend, report
-from faser.bench.charts import Axis, Bar, Line, Look, Panel, Point, Scale, Size, Stack, Trace
-from faser.bench.document import FIGURES, Category, Document, RunDocument
-from faser.bench.records import Moment, Record
-from faser.bench.summary import group_runs
+from benchmarks.lib.ablation import LADDER, explained
+from faser.bench.report import charts, drawings, figures, images, legend, page, svg, tables
+from faser.bench.report.charts import Bar, Line, Point
+from faser.bench.report.scales import Axis
+from faser.bench.report.svg import Look, Size
 from faser.policy import POLICIES as POLICY_NAMES
 from faser.policy import make_policy
+from faser.traffic.document import FIGURES, Category, Document, RunDocument
+from faser.traffic.records import Moment, Record
+from faser.traffic.summary import group_runs
+from tests.bench.markup import box, reading
 
 EXAMPLE = Path(__file__).with_name("example.json")
 SHIPPED = Path(__file__).parents[2] / "docs" / "results"
 POLICIES = ("off", "fixed:1", "fixed:3", "goodput", "faser")
-VOID = {"meta", "link", "input", "br"}  # elements of HTML that have no end
 
 
 # ── documents ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -102,43 +102,7 @@ def full(rates: Sequence[float | None] = (0.5, 1.0, 2.0), repeats: int = 3, **ab
 
 
 def page_of(given: Document) -> str:
-    return report.render(report.compose(given))
-
-
-class Reader(HTMLParser):
-    """Fails where elements do not nest; keeps tables, texts and attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[str] = []
-        self.scripts: list[str] = []
-        self.parts: list[str] = []  # headings
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open, f"</{tag}> closes nothing"
-        assert self.open.pop() == tag, f"</{tag}> closes something else"
-
-    def handle_data(self, data: str) -> None:
-        self.parts += [data] if self.open[-1:] == ["h2"] else []
-        (self.scripts if self.open and self.open[-1] in ("script", "style") else self.text).append(data)
-
-
-def reading(page: str) -> Reader:
-    reader = Reader()
-    reader.feed(page)
-    reader.close()
-    assert reader.open == []
-    return reader
+    return page.render(page.compose(given))
 
 
 def words(page: str) -> str:
@@ -188,8 +152,8 @@ def test_every_figure_of_the_tables_is_the_documents_own() -> None:
 
 
 def test_a_cell_shows_median_range_and_ratio() -> None:
-    results = report.read(full((1.0,)))
-    table = report.figure_table(results, results.loads[0], report.SPEED)
+    results = figures.read(full((1.0,)))
+    table = tables.figure_table(results, results.loads[0], figures.SPEED)
     assert table.columns[:3] == ("tokens/s", "× off", "× vLLM K=4")
     off, faser, other = table.rows[0], table.rows[4], table.rows[5]
     assert (off.cells[0].text, off.cells[0].spread, off.cells[1].text) == ("134", "132–137", "1.00×")
@@ -199,21 +163,21 @@ def test_a_cell_shows_median_range_and_ratio() -> None:
 
 
 def test_lower_is_better_for_times() -> None:
-    results = report.read(full((1.0,)))
-    table = report.load_table(results, report.LATENCY)
+    results = figures.read(full((1.0,)))
+    table = tables.load_table(results, figures.LATENCY)
     assert [row.cells[0].best for row in table.rows] == [False] * 5 + [True]
     assert [row.cells[0].tone for row in table.rows] == [""] + ["good"] * 5
     assert all(float(row.cells[0].ratio.rstrip("×")) > 1 for row in table.rows[1:])
 
 
 def test_a_first_place_within_the_spread_of_others_is_called_level() -> None:
-    results = report.read(full((1.0,)))
-    clear = report.winner(results, results.loads[0], report.LATENCY)
+    results = figures.read(full((1.0,)))
+    clear = tables.winner(results, results.loads[0], figures.LATENCY)
     assert clear is not None
     assert (clear.system.name, clear.level) == ("vLLM K=4", 0)
     close = [run("off", 1.0, 0, "off", 1.0), run("off", 1.0, 1, "off", 1.1), run("faser", 1.0, 0, "faser", 1.08)]
-    results = report.read(document(close))
-    level = report.winner(results, results.loads[0], report.LATENCY)
+    results = figures.read(document(close))
+    level = tables.winner(results, results.loads[0], figures.LATENCY)
     assert level is not None
     assert (level.level, [tone for _, _, tone in level.ratios]) == (1, [""])
 
@@ -260,7 +224,7 @@ def test_a_document_without_runs_is_still_a_page() -> None:
 def test_one_run_draws_bars_and_asks_for_no_choice_of_load() -> None:
     page = page_of(document([run("faser", 1.0, 0, "faser", 1.0)]))
     assert 'class="ratio' not in page
-    assert len(report.compose(document([run("faser", 1.0, 0, "faser", 1.0)])).latency) == 1
+    assert len(page.compose(document([run("faser", 1.0, 0, "faser", 1.0)])).latency) == 1
     assert re.search(r'class="card sticky" hidden', page)
 
 
@@ -277,9 +241,9 @@ def test_a_load_that_one_system_did_not_play_leaves_its_row_out() -> None:
     given = document(
         [run("off", 1.0, 0, "off", 1.0), run("faser", 1.0, 0, "faser", 2.0), run("off", 2.0, 0, "off", 1.0)]
     )
-    results = report.read(given)
+    results = figures.read(given)
     rows = [
-        [row.system.name for row in report.figure_table(results, load, report.SPEED).rows] for load in results.loads
+        [row.system.name for row in tables.figure_table(results, load, figures.SPEED).rows] for load in results.loads
     ]
     assert rows == [["off", "faser"], ["off"]]
     missing = "No time line of faser at 2 requests/s: this load was not played. There is one at 1 requests/s."
@@ -303,11 +267,11 @@ def unseen(system: str, rate: float, policy: str) -> RunDocument:
     ],
 )
 def test_the_page_opens_on_a_time_line_that_exists(runs: list[RunDocument], opens: tuple[str, float]) -> None:
-    page = report.compose(document(runs))
-    at = page.loads[page.chosen]
-    assert (page.seen[page.traced].name, at.load.rate) == opens
+    made = page.compose(document(runs))
+    at = made.loads[made.chosen]
+    assert (made.seen[made.traced].name, at.load.rate) == opens
     assert page.seen[page.traced].name in at.timelines
-    checked = {a["id"] for tag, a in reading(report.render(page)).tags if tag == "input" and "checked" in a}
+    checked = {a["id"] for tag, a in reading(page.render(page)).tags if tag == "input" and "checked" in a}
     assert checked == {f"load-{page.chosen}", f"system-{page.traced}"}
 
 
@@ -325,7 +289,7 @@ def test_systems_without_a_time_line_are_crossed_out_and_say_why() -> None:
 
 def looks(names: Sequence[str | None]) -> list[Look]:
     runs = [run(name or f"server {i}", 1.0, 0, name, 1.0) for i, name in enumerate(names)]
-    return [system.look for system in report.read(document(runs)).systems]
+    return [system.look for system in figures.read(document(runs)).systems]
 
 
 def test_twenty_systems_have_a_marker_each_so_that_colour_is_not_needed() -> None:
@@ -341,15 +305,15 @@ def test_forty_systems_still_look_different() -> None:
 
 
 def test_the_lines_and_the_legend_draw_the_marker() -> None:
-    shapes = {str(charts.swatch(Look("blue", marker=marker))) for marker in charts.MARKERS}
-    assert len(shapes) == len(charts.MARKERS) == 20
+    shapes = {str(svg.swatch(Look("blue", marker=marker))) for marker in svg.MARKERS}
+    assert len(shapes) == len(svg.MARKERS) == 20
     points = (Point(1, 1.0), Point(2, 2.0))
     drawn = [
         charts.line_chart("t", [Line("a", Look("blue", marker=marker), points)], Axis("x", str), Axis("y", str), size)
-        for marker in charts.MARKERS
+        for marker in svg.MARKERS
         for size in [Size(500, 300)]
     ]
-    assert len(set(drawn)) == len(charts.MARKERS)
+    assert len(set(drawn)) == len(svg.MARKERS)
 
 
 @pytest.mark.parametrize(
@@ -385,7 +349,7 @@ def test_the_document_explains_its_own_systems() -> None:
 def test_the_systems_of_the_benchmarks_are_explained() -> None:
     names = [*LADDER, "+ early exit", "+ overlap", "+ overlap on", "vLLM off", "vLLM K=2"]
     given = explained(document([run(name, 1.0, 0, None if "vLLM" in name else name, 1.0) for name in names]))
-    meanings = [system.meaning for system in report.read(given).systems]
+    meanings = [system.meaning for system in figures.read(given).systems]
     assert len(set(meanings)) == len(names)
     assert not {legend.UNKNOWN, legend.OTHER} & set(meanings)
     plain_policies = document([run("off", 1.0, 0, "off", 1.0)])
@@ -394,14 +358,14 @@ def test_the_systems_of_the_benchmarks_are_explained() -> None:
 
 def test_charts_of_many_systems_take_the_whole_width() -> None:
     many = document([run(f"fixed:{k}", rate, 0, f"fixed:{k}", 1.0) for k in range(1, 10) for rate in (1.0, 2.0)])
-    assert box(report.compose(many).latency[0].wide)[0] == report.FULL
-    assert box(report.compose(full()).latency[0].wide)[0] == report.HALF
+    assert box(page.compose(many).latency[0].wide)[0] == figures.FULL
+    assert box(page.compose(full()).latency[0].wide)[0] == figures.HALF
     assert 'class="pair crowded"' in page_of(many)
 
 
 def test_closed_loops_and_clocks_do_not_share_an_axis() -> None:
-    page = report.compose(full((None, 1.0, 2.0)))
-    assert [chart.name for chart in page.latency] == ["latency", "latency-open"]
+    made = page.compose(full((None, 1.0, 2.0)))
+    assert [chart.name for chart in made.latency] == ["latency", "latency-open"]
 
 
 def test_lost_requests_are_listed_with_their_reasons() -> None:
@@ -416,8 +380,8 @@ def test_lost_requests_are_listed_with_their_reasons() -> None:
 
 
 def test_the_ablation_shows_gains_only_where_the_document_names_its_steps() -> None:
-    assert all(at.ablation is None for at in report.compose(full()).loads)
-    at = report.compose(full((1.0,), ablation=["off", "fixed:1", "no such system"])).loads[0]
+    assert all(at.ablation is None for at in page.compose(full()).loads)
+    at = page.compose(full((1.0,), ablation=["off", "fixed:1", "no such system"])).loads[0]
     assert at.ablation is not None
     assert "+20.0%" in at.ablation.wide
 
@@ -434,8 +398,8 @@ def test_fifty_runs_stay_below_three_megabytes_and_records_are_not_in_it() -> No
 
 def test_a_long_time_line_is_put_together_without_losing_tokens() -> None:
     moments = [Moment(0.1 * (i + 1), i % 5, 0, 1 + i % 7, 2, 1, 2.0, 1.0) for i in range(7001)]
-    merged = report.slices(moments)
-    assert len(merged) <= report.MOST_SLICES
+    merged = drawings.slices(moments)
+    assert len(merged) <= drawings.MOST_SLICES
     assert sum(moment.emitted for moment in merged) == sum(moment.emitted for moment in moments)
     assert merged[-1].time == moments[-1].time
     assert all(moment.mean_length == pytest.approx(2.0) for moment in merged)
@@ -443,7 +407,7 @@ def test_a_long_time_line_is_put_together_without_losing_tokens() -> None:
 
 def test_a_short_time_line_is_left_as_it_is() -> None:
     moments = [Moment(0.1 * (i + 1), 0, 0, 4, 2, 1, 0.5, 0.5) for i in range(50)]  # none runs when a slice ends
-    assert report.slices(moments) == moments
+    assert drawings.slices(moments) == moments
 
 
 def test_the_example_of_the_schema_can_be_drawn() -> None:
@@ -458,7 +422,7 @@ def test_the_example_of_the_schema_can_be_drawn() -> None:
 def test_a_shipped_page_explains_its_systems_and_opens_on_a_time_line(name: str) -> None:
     given = Document.from_dict(json.loads((SHIPPED / name / "results.json").read_text(encoding="utf-8")))
     page = (SHIPPED / name / "report.html").read_text(encoding="utf-8")
-    for system in report.read(explained(given)).systems:
+    for system in figures.read(explained(given)).systems:
         assert system.meaning not in (legend.UNKNOWN, legend.OTHER)
         assert str(escape(system.meaning)) in page, system.name
     opened = re.findall(r'id="(load|system)-(\d+)" checked', page)
@@ -470,18 +434,18 @@ def test_a_shipped_page_explains_its_systems_and_opens_on_a_time_line(name: str)
 
 
 def test_without_a_browser_there_is_a_page_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "browser", lambda: None)
+    monkeypatch.setattr(images, "browser", lambda: None)
     said: list[str] = []
-    written = report.write_report(tmp_path / "new" / "folder", full((1.0,), 1), said.append)
+    written = page.write_report(tmp_path / "new" / "folder", full((1.0,), 1), said.append)
     assert written == (tmp_path / "new" / "folder" / "report.html",)
     assert len(said) == 1
     assert "no PNGs" in said[0]
 
 
 def test_a_browser_that_fails_leaves_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "browser", lambda: "/bin/false")
+    monkeypatch.setattr(images, "browser", lambda: "/bin/false")
     said: list[str] = []
-    assert len(report.write_report(tmp_path, full((1.0,), 1), said.append)) == 1
+    assert len(page.write_report(tmp_path, full((1.0,), 1), said.append)) == 1
     assert len(said) == 1
 
 
@@ -491,28 +455,28 @@ def test_a_browser_that_fails_takes_its_helpers_with_it(tmp_path: Path) -> None:
     os.mkfifo(fifo)
     held = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     with pytest.raises(subprocess.CalledProcessError):
-        report._run_alone(["sh", "-c", f"exec 3> {fifo}; (sleep 60; echo survived >&3) & exit 3"])
+        images._run_alone(["sh", "-c", f"exec 3> {fifo}; (sleep 60; echo survived >&3) & exit 3"])
     os.set_blocking(held, True)
     assert os.read(held, 100) == b""
     os.close(held)
 
 
 def test_a_browser_draws_a_png_at_twice_its_size(tmp_path: Path) -> None:
-    if report.browser() is None:
+    if images.browser() is None:
         pytest.skip("no Chromium: install the package chromium")
     chart = charts.bar_chart("t", [Bar("a", 1.0, "1", Look("blue"))], Axis("b", str), Size(200))
-    (path,) = report.write_images(tmp_path, {"bars.png": chart}, pytest.fail)
+    (path,) = images.write_images(tmp_path, {"bars.png": chart}, pytest.fail)
     head = path.read_bytes()[:24]
     assert head[:8] == b"\x89PNG\r\n\x1a\n"
     assert int.from_bytes(head[16:20], "big") == 2 * (200 + 32)
 
 
 def test_images_carry_their_own_colours() -> None:
-    images = report.compose(full(ablation=["off", "faser"])).images
+    images = page.compose(full(ablation=["off", "faser"])).images
     names = ("latency", "throughput", "timeline", "positions", "categories", "phases", "ablation")
     assert list(images) == [f"{name}.png" for name in names]
     for chart in images.values():
-        alone = charts.standalone(chart)
+        alone = svg.standalone(chart)
         assert "var(--" not in alone
         assert "<style>" in alone
 
@@ -524,145 +488,14 @@ def test_images_carry_their_own_colours() -> None:
     ("value", "text"), [(0, "0"), (0.0512, "0.05"), (5.571, "5.57"), (55.71, "55.7"), (557.1, "557"), (5571, "5,571")]
 )
 def test_numbers_have_about_three_digits(value: float, text: str) -> None:
-    assert report.plain(value) == text
+    assert figures.plain(value) == text
 
 
 def test_times_and_dates_read_well() -> None:
-    assert report.milliseconds(0.0557) == "55.7 ms"
-    assert report.milliseconds(12.3) == "12.3 s"
-    assert report.when("2026-11-15T10:31:00+01:00") == "15 November 2026, 09:31 UTC"
-    assert report.facts({"a_b": {"c": 1.23456, "d": True}, "e": None, "f": list(range(10))}) == [
+    assert figures.milliseconds(0.0557) == "55.7 ms"
+    assert figures.milliseconds(12.3) == "12.3 s"
+    assert figures.when("2026-11-15T10:31:00+01:00") == "15 November 2026, 09:31 UTC"
+    assert figures.facts({"a_b": {"c": 1.23456, "d": True}, "e": None, "f": list(range(10))}) == [
         ("a b", "c 1.235, d yes"),
         ("f", "0, 1, 2, 3, 4, 5, 6, 7 and 2 more"),
     ]
-
-
-# ── charts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0), (0, 7.3), (0, 1e-4), (3, 3), (0, 98765), (0.5, 120)])
-@pytest.mark.parametrize("whole", [False, True])
-def test_ticks_enclose_the_values_in_even_steps(low: float, high: float, whole: bool) -> None:
-    found = charts.ticks(low, high, 5, whole)
-    steps = [after - before for before, after in pairwise(found)]
-    assert found[0] <= low
-    assert found[-1] >= high
-    assert 2 <= len(found) <= 8
-    assert steps == pytest.approx([steps[0]] * len(steps))
-    assert not whole or all(tick == int(tick) for tick in found)
-
-
-@pytest.mark.parametrize(("low", "high"), [(1, 1000), (5.57, 470), (0.003, 9000), (2, 60)])
-def test_wide_ticks_enclose_the_values(low: float, high: float) -> None:
-    found = charts.wide_ticks(low, high)
-    assert found == sorted(found)
-    assert found[0] <= low
-    assert found[-1] >= high
-    assert len(found) <= 9
-
-
-@pytest.mark.parametrize("wide", [False, True])
-def test_a_scale_is_monotone_and_stays_in_its_box(wide: bool) -> None:
-    place = Scale(1, 100, 20, 300, wide)
-    pixels = [place(value) for value in (0.5, 1, 2, 5, 40, 99, 100, 150)]
-    assert pixels == sorted(pixels)
-    assert (pixels[0], pixels[-1]) == (20, 300)
-
-
-@pytest.mark.parametrize("wanted", [[50.0] * 9, [1, 2, 3, 99], [300, -20, 40], [7.0], []])
-def test_labels_keep_their_order_and_distance(wanted: list[float]) -> None:
-    places = charts.spread_out(wanted, 14, 0, 200)
-    ordered = [place for _, place in sorted(zip(wanted, places, strict=True))]
-    assert all(after - before >= 14 - 1e-9 for before, after in pairwise(ordered))
-    assert all(-1e-9 <= place <= 200 + 1e-9 for place in places)
-
-
-def coordinates(chart: Markup) -> Iterator[tuple[float, float]]:
-    """Of every mark: circles, rectangles' corners, texts that are not turned, and paths of absolute points."""
-    for tag, attributes in reading(str(chart)).tags:
-        numbers = {name: float(value) for name, value in attributes.items() if re.fullmatch(r"-?[\d.]+", value or "")}
-        if tag == "rect":
-            yield numbers["x"], numbers["y"]
-            yield numbers["x"] + numbers["width"], numbers["y"] + numbers["height"]
-        elif tag == "circle":
-            yield numbers["cx"], numbers["cy"]
-        elif tag == "text" and "x" in numbers:
-            yield numbers["x"], numbers["y"]
-        elif tag == "path" and re.fullmatch(r"[ML\d.,Z-]+", attributes["d"] or ""):
-            for x, y in re.findall(r"(-?[\d.]+),(-?[\d.]+)", attributes["d"] or ""):
-                yield float(x), float(y)
-
-
-def box(chart: Markup) -> tuple[float, float]:
-    width, height = re.findall(r'viewBox="0 0 (\d+) (\d+)"', chart)[0]
-    return float(width), float(height)
-
-
-def lines(number: int) -> list[Line]:
-    points = tuple(Point(x, 3.0 + x * x, 2.0 + x * x, 4.5 + x * x, f"at {x}") for x in (0.5, 1.0, 2.0, 5.0))
-    gap = (*points[:2], Point(2.0, None), points[3])
-    return [Line(f"a rather long name {i}", Look("blue"), gap if i % 2 else points) for i in range(number)]
-
-
-DRAWINGS = {
-    "lines": lambda size: charts.line_chart("t", lines(9), Axis("x", str), Axis("y", str), replace(size, height=300)),
-    "no lines": lambda size: charts.line_chart("t", [], Axis("x", str), Axis("y", str), replace(size, height=300)),
-    "one point": lambda size: charts.line_chart(
-        "t", [Line("a", Look("red"), (Point(1.0, 0.0),))], Axis("x", str), Axis("y", str), replace(size, height=300)
-    ),
-    "bars": lambda size: charts.bar_chart(
-        "t", [Bar("off", 5.0, "5.00", Look("grey"), 4.0, 6.0), Bar("x" * 60, None, "–", Look("blue"))],
-        Axis("y", str), size,
-    ),
-    "stacks": lambda size: charts.stacked_bars(
-        "t", [Stack("a", (0.2, 0.8), "9 s", ("", "")), Stack("b", (0.0, 0.0), "0 s", ("", ""))],
-        [("draft", Look("orange")), ("a phase with a long name", Look("blue"))], size, str,
-    ),
-    "grid": lambda size: charts.grid(
-        "t", ["code", "chat"], [f"fixed:{k}" for k in range(1, 9)], [[0.5] * 8, [None, *[1.0] * 7]], str,
-        [[""] * 8] * 2, size,
-    ),
-    "timeline": lambda size: charts.timeline(
-        "t", [1.0, 2.0, 3.0], [Panel(Axis("y", str), (Trace("a", Look("blue"), (1.0, None, 3.0), True),))],
-        Trace("on", Look("blue"), (0.0, 1.0, None)), size,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("width", [334, 508, 1050])
-@pytest.mark.parametrize("name", DRAWINGS)
-def test_every_mark_lies_within_the_box(name: str, width: int) -> None:
-    chart = DRAWINGS[name](Size(width))
-    right, bottom = box(chart)
-    assert right == width
-    for x, y in coordinates(chart):
-        assert -0.01 <= x <= right
-        assert -0.01 <= y <= bottom
-
-
-def test_a_line_runs_from_left_to_right_and_breaks_at_a_gap() -> None:
-    chart = charts.line_chart("t", lines(2), Axis("x", str), Axis("y", str), Size(500, 300))
-    strokes = [a["d"] or "" for tag, a in reading(str(chart)).tags if tag == "path" and a.get("class") == "stroke"]
-    assert len(strokes) == 3  # one whole line, and one of two pieces
-    for stroke in strokes:
-        xs = [float(x) for x in re.findall(r"([\d.]+),", stroke)]
-        assert xs == sorted(xs)
-
-
-def test_far_values_turn_a_wide_axis_logarithmic_and_say_so() -> None:
-    far = [Line("a", Look("blue"), (Point(1, 1.0), Point(2, 900.0)))]
-    assert "ms, logarithmic" in charts.line_chart("t", far, Axis("x", str), Axis("ms", str, wide=True), Size(500, 300))
-    assert "logarithmic" not in charts.line_chart("t", far, Axis("x", str), Axis("ms", str), Size(500, 300))
-
-
-def test_a_step_holds_from_the_time_before_to_its_own() -> None:
-    panel = Panel(Axis("y", str), (Trace("a", Look("blue"), (1.0, 1.0, 0.0)),), height=100)
-    chart = charts.timeline("t", [1.0, 2.0, 4.0], [panel], None, Size(500))
-    (stroke,) = (a["d"] or "" for tag, a in reading(str(chart)).tags if tag == "path" and a.get("class") == "stroke")
-    start, middle, end = (float(x) for x in re.findall(r"(?:M|H)([\d.]+)", stroke))
-    assert (middle - start) == pytest.approx((end - start) / 2, abs=0.1)
-
-
-def test_words_in_a_chart_are_escaped() -> None:
-    chart = charts.bar_chart("<t>", [Bar("<i>", 1.0, "&", Look("blue"), tip='"<b>')], Axis("<u>", str), Size(300))
-    assert not {"i", "b", "u", "t"} & {tag for tag, _ in reading(str(chart)).tags}

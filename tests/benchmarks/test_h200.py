@@ -1,4 +1,4 @@
-"""What benchmarks/h200.py says, and that it says it whatever fails; speed itself is measured elsewhere."""
+"""What `benchmarks.h200 table` reports, whatever fails; speed itself is measured elsewhere."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import h200, h200_report
-from benchmarks.h200 import Played, Seen
-from benchmarks.h200_common import Journal
+from benchmarks import h200
+from benchmarks.lib import models, table, table_report
+from benchmarks.lib.journal import Journal
+from benchmarks.lib.table import Played, Seen
 from tests.benchmarks.fake_vllm import write_fake_vllm
 from tools.inflate import SHAPES
 
@@ -38,25 +39,25 @@ def seen(*chunks, started=0.0):
 
 
 def test_the_floor_of_one_row_is_the_bytes_of_the_weights():
-    assert h200_report.floor_ms(MODELS["target"], 49152, 1, 0) == pytest.approx(3.34, abs=0.02)
-    assert h200_report.floor_ms(MODELS["draft"], 49152, 1, 0) == pytest.approx(0.5, abs=0.01)
+    assert table_report.floor_ms(MODELS["target"], 49152, 1, 0) == pytest.approx(3.34, abs=0.02)
+    assert table_report.floor_ms(MODELS["draft"], 49152, 1, 0) == pytest.approx(0.5, abs=0.01)
 
 
 def test_the_floor_of_many_rows_is_their_flops():
-    expected = 1e3 * 2 * h200_report.num_weights(MODELS["target"], 49152) * 1024 / h200_report.FLOPS
-    assert h200_report.floor_ms(MODELS["target"], 49152, 1024, 0) == pytest.approx(expected)
+    expected = 1e3 * 2 * table_report.num_weights(MODELS["target"], 49152) * 1024 / table_report.FLOPS
+    assert table_report.floor_ms(MODELS["target"], 49152, 1024, 0) == pytest.approx(expected)
 
 
 def test_a_step_that_drafts_costs_its_draft_steps_more():
-    plain, drafting = (h200_report.step_floor_ms(MODELS, 1, length) for length in (0, 4))
-    one = h200_report.floor_ms(MODELS["draft"], 49152, 1, 256)
+    plain, drafting = (table_report.step_floor_ms(MODELS, 1, length) for length in (0, 4))
+    one = table_report.floor_ms(MODELS["draft"], 49152, 1, 256)
     assert drafting - plain == pytest.approx(4 * one, rel=0.01)
 
 
 def test_the_mean_first_token_of_prompts_in_a_row_comes_after_half_of_them():
-    alone = h200_report.prefill_floor_ms(MODELS | {"prefill": [1, 2048]})
+    alone = table_report.prefill_floor_ms(MODELS | {"prefill": [1, 2048]})
     assert alone == pytest.approx(38, abs=2)
-    assert h200_report.prefill_floor_ms(MODELS) == pytest.approx(8.5 * alone)
+    assert table_report.prefill_floor_ms(MODELS) == pytest.approx(8.5 * alone)
 
 
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -65,7 +66,7 @@ def test_the_mean_first_token_of_prompts_in_a_row_comes_after_half_of_them():
 @pytest.mark.parametrize("size", [12, 30, 200])
 def test_prompts_have_one_length_and_end_with_their_question(size):
     questions = ["why", "a much longer question than that", "how so"] * 10
-    prompts = h200.chat_prompts(lambda text: list(text.encode()), ("<<", ">>"), questions, 40, size)
+    prompts = models.chat_prompts(lambda text: list(text.encode()), ("<<", ">>"), questions, 40, size)
     assert len(prompts) == 40
     assert {len(prompt) for prompt in prompts} == {size}
     for index, prompt in enumerate(prompts):
@@ -76,15 +77,15 @@ def test_prompts_have_one_length_and_end_with_their_question(size):
 
 def test_too_little_text_for_a_prompt_is_refused():
     with pytest.raises(ValueError, match="6 tokens in all"):
-        h200.chat_prompts(lambda text: list(text.encode()), ("<", ">"), ["a", "b"], 1, 40)
+        models.chat_prompts(lambda text: list(text.encode()), ("<", ">"), ["a", "b"], 1, 40)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4, 16, 64, 256])
 def test_small_batches_are_several_with_other_prompts(batch):
-    groups = h200.groups_of([[i] for i in range(512)], batch)
+    groups = table.groups_of([[i] for i in range(512)], batch)
     used = [prompt[0] for group in groups for prompt in group]
     assert all(len(group) == batch for group in groups)
-    assert len(set(used)) == len(used) >= h200.LEAST_REQUESTS
+    assert len(set(used)) == len(used) >= models.LEAST_REQUESTS
     assert len(groups) >= 2 or batch > 64
 
 
@@ -92,7 +93,7 @@ def test_small_batches_are_several_with_other_prompts(batch):
 
 
 def test_time_per_token_counts_tokens_and_not_chunks():
-    figures = h200.run_figures([Played([seen((1, 1.0), (4, 2.0), (4, 3.0))])], length=4)
+    figures = table.run_figures([Played([seen((1, 1.0), (4, 2.0), (4, 3.0))])], length=4)
     assert figures["tpot_ms"] == pytest.approx(1e3 * 2.0 / 8)
     assert figures["ttft_ms"] == pytest.approx(1e3)
     assert figures["tokens_per_step"] == 4
@@ -101,7 +102,7 @@ def test_time_per_token_counts_tokens_and_not_chunks():
 
 def test_the_mean_is_over_requests_and_the_spread_over_batches():
     batches = [Played([seen((1, 0.0), (1, 1.0))]), Played([seen((1, 0.0), (1, 3.0))])]
-    figures = h200.run_figures(batches, length=0)
+    figures = table.run_figures(batches, length=0)
     assert figures["tpot_ms"] == pytest.approx(2e3)
     assert figures["spread"] == pytest.approx(1.0)
 
@@ -110,15 +111,15 @@ def test_the_steady_time_per_token_leaves_out_prompts_and_ends():
     """From 2.0, when the second request has its first token, to 4.0, when the first ends: three tokens."""
     early = seen((1, 0.0), (1, 3.0), (1, 4.0))
     late = seen((1, 2.0), (1, 4.0), (1, 9.0))
-    assert h200.steady_ms([[early, late]]) == pytest.approx(1e3 * 2 * 2.0 / 3)
-    assert h200.steady_ms([[seen((1, 0.0), (1, 1.0)), seen((1, 2.0), (1, 3.0))]]) is None
+    assert table.steady_ms([[early, late]]) == pytest.approx(1e3 * 2 * 2.0 / 3)
+    assert table.steady_ms([[seen((1, 0.0), (1, 1.0)), seen((1, 2.0), (1, 3.0))]]) is None
 
 
 def test_a_request_that_got_too_little_spoils_the_run():
     short = Seen(0.0, wanted=8)
     short.add([1, 2], 1.0)
     with pytest.raises(RuntimeError, match="1 of 2 requests"):
-        h200.run_figures([Played([seen((1, 0.0), (1, 1.0)), short])], length=0)
+        table.run_figures([Played([seen((1, 0.0), (1, 1.0)), short])], length=0)
 
 
 def test_steps_count_while_everybody_decodes():
@@ -128,7 +129,7 @@ def test_steps_count_while_everybody_decodes():
     for number, who in enumerate(["0", "1", "0", "1", "0"]):
         progress = [SimpleNamespace(request_id=who, token_ids=[1])]
         steps.append((float(number), progress, SimpleNamespace(**dict.fromkeys(names, number))))
-    played = h200.played_of([Seen(0.0, 3), Seen(0.0, 2)], steps)
+    played = table.played_of([Seen(0.0, 3), Seen(0.0, 2)], steps)
     assert played.steps == dict.fromkeys(names, 2)
     assert [each.token_ids for each in played.seen] == [[1, 1, 1], [1, 1]]
 
@@ -136,8 +137,8 @@ def test_steps_count_while_everybody_decodes():
 def test_step_figures_are_means_over_all_batches():
     totals = [{"steps": n, "step_seconds": 0.4 * n, "draft_seconds": 0.1 * n, "verify_seconds": 0.2} for n in (1, 3)]
     expected = {"step_ms": 400.0, "draft_ms": 100.0, "verify_ms": 100.0}
-    assert h200.step_figures(totals) == pytest.approx(expected)
-    assert h200.step_figures([]) == {}
+    assert table.step_figures(totals) == pytest.approx(expected)
+    assert table.step_figures([]) == {}
 
 
 # ── the summary ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -163,7 +164,7 @@ def alone():
 
 
 def test_a_row_says_where_the_time_goes():
-    (row,) = h200_report.summarize(full_records())["off"]
+    (row,) = table_report.summarize(full_records())["off"]
     assert row["ratio"] == pytest.approx(5.0 / 4.1, abs=1e-3)
     assert row["gap"] == pytest.approx(0.1 / 4.0)
     assert row["host_ms"] == pytest.approx(0.1)
@@ -173,28 +174,28 @@ def test_a_row_says_where_the_time_goes():
 
 
 def test_the_best_length_meets_the_better_of_their_modes():
-    (row,) = h200_report.summarize(full_records())["speculation"]
+    (row,) = table_report.summarize(full_records())["speculation"]
     assert (row["faser_length"], row["faser_tpot_ms"]) == (4, 2.0)
     assert (row["vllm_length"], row["vllm_tpot_ms"]) == (4, 3.2)
     assert row["ratio"] == pytest.approx(1.6)
-    assert row["floor_ms"] == pytest.approx(h200_report.step_floor_ms(MODELS, 1, 4) / 3.0, abs=1e-4)
+    assert row["floor_ms"] == pytest.approx(table_report.step_floor_ms(MODELS, 1, 4) / 3.0, abs=1e-4)
     assert row["host_ms"] == pytest.approx(0.1 / 3.0, abs=1e-4)
 
 
 def test_no_speculation_is_one_of_the_modes():
     records = [*full_records(), run("vllm", 4, 1, 9.0, session=2.0)]
-    assert h200_report.summarize(records)["speculation"][0]["vllm_length"] == 0
+    assert table_report.summarize(records)["speculation"][0]["vllm_length"] == 0
 
 
 def test_a_draft_step_is_what_a_further_token_adds():
-    (row,) = h200_report.summarize(full_records())["draft_step"]
+    (row,) = table_report.summarize(full_records())["draft_step"]
     assert row["rows"] == 1
     assert row["ms"] == pytest.approx((2.5 - 1.1) / 2)
     assert row["floor_ms"] == pytest.approx(0.5, abs=0.01)
 
 
 def test_every_target_is_judged():
-    found = {each["name"]: each["reached"] for each in h200_report.summarize(full_records())["targets"]}
+    found = {each["name"]: each["reached"] for each in table_report.summarize(full_records())["targets"]}
     assert found == {
         "off, batch 1: vLLM over FASER": True,
         "off, batch 1: share without kernels": True,
@@ -206,7 +207,7 @@ def test_every_target_is_judged():
 
 
 def test_targets_without_a_figure_are_neither_reached_nor_missed():
-    found = {each["name"]: each["reached"] for each in h200_report.summarize(alone())["targets"]}
+    found = {each["name"]: each["reached"] for each in table_report.summarize(alone())["targets"]}
     assert found["off, batch 1: vLLM over FASER"] is None
     assert found["off, batch 1: share without kernels"] is True
     assert found["prefill: FASER over vLLM"] is None
@@ -214,23 +215,23 @@ def test_targets_without_a_figure_are_neither_reached_nor_missed():
 
 @pytest.mark.parametrize(("batch", "least"), [(1, 1.5), (16, 1.5), (64, 1.2), (128, 1.0), (256, 1.0)])
 def test_speculation_must_win_by_less_at_higher_load(batch, least):
-    assert h200_report.least_speculation(batch) == least
+    assert table_report.least_speculation(batch) == least
 
 
 def test_a_later_figure_replaces_an_earlier_one_and_the_rest_stays():
-    (row,) = h200_report.summarize([*full_records(), run("faser", 0, 1, 3.0, session=2.0)])["off"]
+    (row,) = table_report.summarize([*full_records(), run("faser", 0, 1, 3.0, session=2.0)])["off"]
     assert (row["faser_tpot_ms"], row["vllm_tpot_ms"]) == (3.0, 5.0)
 
 
 @pytest.mark.parametrize("records", [[], [MODELS]])
 def test_nothing_measured_is_a_summary_too(records):
-    summary = h200_report.summarize(records)
+    summary = table_report.summarize(records)
     assert summary["off"] == summary["targets"] == []
-    assert h200_report.tables(summary) == ""
+    assert table_report.tables(summary) == ""
 
 
 def test_tables_are_markdown_with_empty_cells_where_nothing_was_measured():
-    lines = h200_report.tables(h200_report.summarize(alone())).strip().splitlines()
+    lines = table_report.tables(table_report.summarize(alone())).strip().splitlines()
     assert lines[0] == "**Without speculation, ms a token**"
     heads, rule, row = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:5])
     assert len(heads) == len(rule) == len(row)
@@ -240,20 +241,20 @@ def test_tables_are_markdown_with_empty_cells_where_nothing_was_measured():
 
 def test_failures_of_the_last_session_are_shown():
     failed = {"kind": "failed", "session": 1.0, "section": "prefill", "engine": "faser", "why": "out of memory"}
-    summary = h200_report.summarize([*full_records(), failed])
-    assert "FAILED faser, prefill: out of memory" in h200_report.tables(summary)
-    assert h200_report.summarize([failed, run("faser", 0, 1, 3.0, session=2.0)])["failed"] == []
+    summary = table_report.summarize([*full_records(), failed])
+    assert "FAILED faser, prefill: out of memory" in table_report.tables(summary)
+    assert table_report.summarize([failed, run("faser", 0, 1, 3.0, session=2.0)])["failed"] == []
 
 
 # ── journal and sections ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_line_cut_short_loses_only_itself(tmp_path):
-    journal = Journal(tmp_path / "h200.jsonl", 1.0)
+    journal = Journal(tmp_path / "table.jsonl", 1.0)
     journal.add("run", tpot_ms=1.0)
     with journal.path.open("a") as file:
         file.write('{"kind": "run", "tp')
-    assert [record["tpot_ms"] for record in h200_report.read_journal(journal.path)] == [1.0]
+    assert [record["tpot_ms"] for record in journal.read()] == [1.0]
 
 
 class ScriptedPlayer:
@@ -280,31 +281,31 @@ class ScriptedPlayer:
 def worker(tmp_path):
     for name in ("requests", "prefill"):
         (tmp_path / f"{name}.json").write_text(json.dumps([[1]] * 8))
-    args = h200.parse_args(["--tiny", "--worker", "faser", "--folder", str(tmp_path), "--batches", "1,4"])
-    return h200.Worker(args, Journal(tmp_path / "h200.jsonl", 1.0), "scripted", sys.maxsize)
+    args = h200.parse_args(["table", "--tiny", "--worker", "faser", "--folder", str(tmp_path), "--batches", "1,4"])
+    return table.Worker(args, Journal(tmp_path / "table.jsonl", 1.0), "scripted", sys.maxsize)
 
 
 def journal_of(worker):
-    return h200_report.read_journal(worker.journal.path)
+    return worker.journal.read()
 
 
 def test_every_setting_is_warmed_up_and_written_at_once(worker):
     player = ScriptedPlayer()
-    h200.measure(worker, player, [0])
+    table.measure(worker, player, [0])
     assert player.played == [(0, 1, 8)] * 7 + [(0, 4, 8)] * 3
     assert [(r["length"], r["batch"], r["tpot_ms"]) for r in journal_of(worker)] == [(0, 1, 1e3), (0, 4, 1e3)]
 
 
 def test_longer_drafts_are_left_out_where_shorter_ones_already_lose(worker):
-    h200.measure(worker, ScriptedPlayer(), [0])
-    h200.measure(worker, ScriptedPlayer(lambda length, batch: 1.0 / length if batch == 1 else 1.4), [1, 2])
+    table.measure(worker, ScriptedPlayer(), [0])
+    table.measure(worker, ScriptedPlayer(lambda length, batch: 1.0 / length if batch == 1 else 1.4), [1, 2])
     assert [(r["length"], r["batch"]) for r in journal_of(worker)] == [(0, 1), (0, 4), (1, 1), (1, 4), (2, 1)]
 
 
 def test_a_section_that_fails_keeps_what_it_measured_and_lets_others_run(worker):
     player = ScriptedPlayer()
-    worker.section("speculation", lambda: h200.measure(worker, player, [2, 7]))
-    worker.section("prefill", lambda: h200.measure_prefill(worker, player))
+    worker.section("speculation", lambda: table.measure(worker, player, [2, 7]))
+    worker.section("prefill", lambda: table.measure_prefill(worker, player))
     records = journal_of(worker)
     assert [record["kind"] for record in records] == ["run", "run", "failed", "prefill"]
     assert records[2]["why"] == "RuntimeError: no such graph"
@@ -312,7 +313,7 @@ def test_a_section_that_fails_keeps_what_it_measured_and_lets_others_run(worker)
 
 def test_without_time_a_section_says_what_it_left_out(worker):
     worker.until = 0.0
-    worker.section("off", lambda: h200.measure(worker, ScriptedPlayer(), [0]))
+    worker.section("off", lambda: table.measure(worker, ScriptedPlayer(), [0]))
     assert "no time for length 0, batch 1" in journal_of(worker)[0]["why"]
 
 
@@ -325,38 +326,51 @@ def test_a_second_start_finds_the_caches_warm(worker):
     assert found == [("off", "cold"), ("length 4", "cold"), ("length 4", "warm")]
 
 
+TINY = ["table", "--tiny", "--device", "cpu"]
+
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def jobs(sections, *flags):
-    args = h200.parse_args(["--tiny", "--worker", "faser", "--sections", sections, *flags])
-    return [job.name for job in h200.plan_jobs(args)]
+def processes(sections, *flags):
+    args = h200.parse_args(["table", "--tiny", "--worker", "faser", "--sections", sections, *flags])
+    return [process.name for process in table.plan_processes(args)]
 
 
 def test_vllm_starts_once_for_all_batches_and_once_for_each_length(tmp_path):
     vllm = ("--vllm-bundle", str(tmp_path), "--vllm-trace", "trace.py", "--vllm-lengths", "2,4")
-    assert jobs("off,speculation,prefill", *vllm) == ["models", "vllm 0", "faser", "vllm 2", "vllm 4"]
-    assert jobs("speculation", *vllm) == ["models", "faser", "vllm 2", "vllm 4"]
+    assert processes("off,speculation,prefill", *vllm) == ["vllm 0", "faser", "vllm 2", "vllm 4"]
+    assert processes("speculation", *vllm) == ["faser", "vllm 2", "vllm 4"]
 
 
 def test_faser_is_measured_alone_where_there_is_no_vllm():
-    assert jobs("off,startup") == ["models", "faser", "startup", "startup"]
+    assert processes("off,startup") == ["faser", "startup", "startup"]
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [(["--sections", "of"], "expected some of"), (["--target", "no.gguf"], "does not exist"), ([], "give --prompts")],
+    [(["--sections", "of"], "expected some of"), (["--target", "no.gguf"], "does not exist")],
 )
 def test_what_cannot_work_is_refused_at_once(flags, message, capsys, tmp_path):
     with pytest.raises(SystemExit):
-        h200.parse_args([*flags, "--folder", str(tmp_path)])
+        h200.parse_args(["table", *flags, "--folder", str(tmp_path)])
     assert message in capsys.readouterr().err
 
 
 def test_two_commands_run_both_and_end_in_one_json_line(tmp_path, capsys, monkeypatch):
     """Tiny models on the CPU, and a vLLM that answers at once: every process, as on the GPU."""
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
-    given = ["--tiny", "--device", "cpu", "--folder", str(tmp_path / "work"), "--batches", "2", "--lengths", "1"]
+    given = [
+        "table",
+        "--tiny",
+        "--device",
+        "cpu",
+        "--folder",
+        str(tmp_path / "work"),
+        "--batches",
+        "2",
+        "--lengths",
+        "1",
+    ]
     given += [*write_fake_vllm(tmp_path), "--vllm-lengths", "2"]
     assert h200.main([*given, "--sections", "off"]) == 0
     assert h200.main([*given, "--sections", "speculation"]) == 0
@@ -369,13 +383,24 @@ def test_two_commands_run_both_and_end_in_one_json_line(tmp_path, capsys, monkey
         ("length 2", "warm"),
     ]
     assert summary["failed"] == []
-    names = {f"h200.{end}" for end in ("json", "jsonl", "log", "md")}
+    names = {f"table.{end}" for end in ("json", "jsonl", "log", "md")}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     assert "**Without speculation, ms a token**" in printed
 
 
 def test_a_process_that_dies_is_reported_and_the_others_run(tmp_path, capsys):
-    given = ["--tiny", "--device", "cpu", "--folder", str(tmp_path / "work"), "--batches", "2", "--sections", "off"]
+    given = [
+        "table",
+        "--tiny",
+        "--device",
+        "cpu",
+        "--folder",
+        str(tmp_path / "work"),
+        "--batches",
+        "2",
+        "--sections",
+        "off",
+    ]
     vllm = write_fake_vllm(tmp_path, "raise ImportError('no vLLM here')")
     assert h200.main([*given, *vllm]) == 1
     printed = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What benchmarks/h200_policies.py plays and says; speed itself is measured elsewhere."""
+"""What `benchmarks.h200 policies` plays and reports; speed itself is measured elsewhere."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks import h200_policies
-from benchmarks.ablation import LADDER, Ablated
-from faser.bench.document import FIGURES, Document, RunDocument
+from benchmarks import h200
+from benchmarks.lib import policies
+from benchmarks.lib.ablation import LADDER, Ablated
 from faser.cost.profiled_cost import ProfiledCost
+from faser.traffic.document import FIGURES, Document, RunDocument
 from tests.policy.profiles import H200, make_view
 
 
 def test_it_all_runs_on_tiny_models(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
-    given = ["--tiny", "--device", "cpu", "--folder", str(tmp_path), "--policies", "off,fixed:1,faser"]
-    assert h200_policies.main(given) == 0
+    given = ["policies", "--tiny", "--device", "cpu", "--folder", str(tmp_path), "--policies", "off,fixed:1,faser"]
+    assert h200.main(given) == 0
     line = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     played = {(run["system"], run["concurrency"]) for run in line["runs"]}
-    policies = {(name, size) for name in ("off", "fixed:1", "faser") for size in (1, 2)}
-    assert played == policies | {(name, 2) for name in LADDER}
+    expected = {(name, size) for name in ("off", "fixed:1", "faser") for size in (1, 2)}
+    assert played == expected | {(name, 2) for name in LADDER}
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"results.json", "profile.json", "report.html"}
 
 
@@ -31,16 +32,16 @@ def run(system: str, size: int, throughput: float) -> RunDocument:
     return RunDocument(system, system, None, size, 0, False, summary)
 
 
-def test_the_standing_is_against_the_best_of_the_others_and_every_single_length():
+def test_faser_is_compared_with_the_best_of_the_others_and_every_single_length():
     speeds = {"off": (100, 1000), "fixed:1": (150, 900), "fixed:2": (200, 800), "faser": (210, 990), "+ off": (999, 0)}
     runs = tuple(
         run(name, size, speed) for name, both in speeds.items() for size, speed in zip((1, 64), both, strict=True)
     )
-    said = h200_policies.standing(Document((), "", {}, {}, runs, ())).splitlines()
-    assert said[1].split() == ["1", "210", "fixed:2", "200", "1.050", "2.100", "1.050"]
-    assert said[2].split() == ["64", "990", "off", "1000", "0.990", "0.990", "1.100"]
-    assert "faser over fixed:2      on average  1.144, least  1.050" in said
-    assert not any("+ off" in line for line in said)
+    lines = policies.comparison(Document((), "", {}, {}, runs, ())).splitlines()
+    assert lines[1].split() == ["1", "210", "fixed:2", "200", "1.050", "2.100", "1.050"]
+    assert lines[2].split() == ["64", "990", "off", "1000", "0.990", "0.990", "1.100"]
+    assert "faser over fixed:2      on average  1.144, least  1.050" in lines
+    assert not any("+ off" in line for line in lines)
 
 
 def test_what_is_taken_out_of_faser_is_out():

@@ -1,4 +1,4 @@
-"""What benchmarks/h200_trace.py plays and leaves behind, whatever fails; speed itself is measured elsewhere."""
+"""What `benchmarks.h200 trace` plays and leaves behind, whatever fails; speed itself is measured elsewhere."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import h200_trace
-from benchmarks.h200_trace import Work
-from faser.bench import report
-from faser.bench.records import Record
+from benchmarks import h200
+from benchmarks.lib import trace
+from benchmarks.lib.documents import read_document
+from benchmarks.lib.trace import Work
+from faser.bench.report import images
 from faser.bench.systems import PolicySystem
-from faser.bench.traces import Timing
-from faser.bench.workload import Vocabulary, WorkloadOptions
 from faser.policy.overlap import Overlap
+from faser.traffic.records import Record
+from faser.traffic.traces import Timing
+from faser.traffic.workload import Vocabulary, WorkloadOptions
 from tests.benchmarks.fake_vllm import SCRIPT, write_fake_vllm
 
 LOADS = (0.5, 2.0)
@@ -32,19 +34,19 @@ def test_a_run_above_saturation_takes_longer_than_its_span():
 @pytest.mark.parametrize("seconds", [280.0, 340.0])
 def test_the_span_is_what_fits_the_time(seconds):
     works = [Work("faser", ("off", "fixed:2")), Work("vllm", ("vLLM off",))]
-    span = h200_trace.fitting_span(works, LOADS, seconds)
+    span = trace.fitting_span(works, LOADS, seconds)
     assert sum(work.seconds(LOADS, span) for work in works) == pytest.approx(seconds, abs=0.5)
 
 
-@pytest.mark.parametrize(("seconds", "span"), [(1.0, h200_trace.LEAST_SPAN), (1e6, h200_trace.MOST_SPAN)])
+@pytest.mark.parametrize(("seconds", "span"), [(1.0, trace.LEAST_SPAN), (1e6, trace.MOST_SPAN)])
 def test_the_span_has_bounds(seconds, span):
-    assert h200_trace.fitting_span([Work("faser", ("off",))], LOADS, seconds) == span
+    assert trace.fitting_span([Work("faser", ("off",))], LOADS, seconds) == span
 
 
 def test_a_process_gets_what_later_ones_leave_and_at_least_its_share(monkeypatch):
-    monkeypatch.setattr(h200_trace.time, "time", lambda: 1000.0)
-    assert h200_trace.until_of(1100.0, own=20.0, later=30.0) == 1070.0
-    assert h200_trace.until_of(1100.0, own=100.0, later=300.0) == 1025.0
+    monkeypatch.setattr(trace.time, "time", lambda: 1000.0)
+    assert trace.until_of(1100.0, own=20.0, later=30.0) == 1070.0
+    assert trace.until_of(1100.0, own=100.0, later=300.0) == 1025.0
 
 
 class ScriptedOff:
@@ -66,10 +68,10 @@ def test_the_saturation_rate_is_that_of_a_full_loop():
     args = SimpleNamespace(max_running=4, span=1.0, until=float("inf"))
     traffic = WorkloadOptions(trace="azure-conv", timing=Timing(span=1.0), max_prompt=8, max_output=4, prompts="random")
     vocabulary = Vocabulary(64, 64, None)
-    assert h200_trace.saturation_rate(args, ScriptedOff(), traffic, vocabulary) == pytest.approx(2.0)
+    assert trace.saturation_rate(args, ScriptedOff(), traffic, vocabulary) == pytest.approx(2.0)
     args.until = 0.0
     with pytest.raises(TimeoutError, match="give --rate"):
-        h200_trace.saturation_rate(args, ScriptedOff(), traffic, vocabulary)
+        trace.saturation_rate(args, ScriptedOff(), traffic, vocabulary)
 
 
 def test_every_rung_of_the_ladder_sets_its_mechanisms(monkeypatch):
@@ -78,7 +80,7 @@ def test_every_rung_of_the_ladder_sets_its_mechanisms(monkeypatch):
     monkeypatch.setattr(
         PolicySystem, "warm_up", lambda self, *_: seen.append((self.name, engine.exits, engine.scheduler.overlap))
     )
-    rungs = h200_trace.ladder(engine, ["fixed:2", "faser"])
+    rungs = trace.ladder(engine, ["fixed:2", "faser"])
     for rung in rungs:
         rung.warm_up(None, 1, None)
     assert [rung.name for rung in rungs] == ["fixed:2", "faser", "+ early exit", "+ overlap", "+ overlap on"]
@@ -107,23 +109,23 @@ def test_every_rung_of_the_ladder_sets_its_mechanisms(monkeypatch):
 )
 def test_what_cannot_work_is_refused_at_once(flags, message, capsys, tmp_path):
     with pytest.raises(SystemExit):
-        h200_trace.parse_args([*flags, "--folder", str(tmp_path)])
+        h200.parse_args(["trace", *flags, "--folder", str(tmp_path)])
     assert message in capsys.readouterr().err
 
 
 def test_a_resumed_run_has_the_same_traffic(capsys, tmp_path):
-    given = ["--tiny", "--folder", str(tmp_path), "--rate", "7"]
-    args = h200_trace.parse_args(given)
-    args.files.folder.mkdir()
-    plan = {"traffic": h200_trace.traffic_of(args), "saturation": 7.0, "rates": []}
-    args.files.plan.write_text(json.dumps(plan))
-    assert h200_trace.parse_args([*given[:3], "--resume"]).rate == 7.0
+    given = ["trace", "--tiny", "--folder", str(tmp_path), "--rate", "7"]
+    args = h200.parse_args(given)
+    args.work.mkdir()
+    plan = {"traffic": trace.traffic_of(args), "saturation": 7.0, "rates": []}
+    trace.plan_file(args).write_text(json.dumps(plan))
+    assert h200.parse_args([*given[:4], "--resume"]).rate == 7.0
     with pytest.raises(SystemExit):
-        h200_trace.parse_args([*given, "--resume", "--loads", "0.5"])
+        h200.parse_args([*given, "--resume", "--loads", "0.5"])
     assert "the last call had --loads [0.5, 1.5]" in capsys.readouterr().err
 
 
-TINY = ["--tiny", "--device", "cpu", "--folder"]
+TINY = ["trace", "--tiny", "--device", "cpu", "--folder"]
 OUTPUTS = {"results.json", "tables.txt", "report.html", "trace.jsonl", "trace.log"}
 
 
@@ -134,8 +136,8 @@ def faser_alone(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("OUT", raising=False)
         patch.setenv("OMP_NUM_THREADS", "1")  # tiny products wait for threads longer than they compute
-        patch.setattr(report, "browser", lambda: None)
-        assert h200_trace.main([*TINY, str(folder)]) == 0
+        patch.setattr(images, "browser", lambda: None)
+        assert h200.main([*TINY, str(folder)]) == 0
     return folder
 
 
@@ -144,7 +146,7 @@ def given(faser_alone, tmp_path, monkeypatch):
     """The flags of a second call."""
     shutil.copytree(faser_alone, tmp_path / "work")
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
-    monkeypatch.setattr(report, "browser", lambda: None)
+    monkeypatch.setattr(images, "browser", lambda: None)
     return [*TINY, str(tmp_path / "work"), "--resume"]
 
 
@@ -153,7 +155,7 @@ def last_line(capsys):
 
 
 def test_faser_plays_every_load_under_every_policy(faser_alone):
-    document = h200_trace.read_document(faser_alone / "results.json")
+    document = read_document(faser_alone / "results.json")
     slow, fast = (load["rate"] for load in document.workload["loads"])
     assert fast == pytest.approx(3 * slow, rel=0.01)
     assert [(run.system, run.rate) for run in document.runs] == [
@@ -165,9 +167,9 @@ def test_faser_plays_every_load_under_every_policy(faser_alone):
 
 def test_vllm_plays_the_same_files_and_all_is_one_document(given, faser_alone, tmp_path, capsys):
     """A vLLM that answers at once, in processes of its own."""
-    assert h200_trace.main([*given, *write_fake_vllm(tmp_path)]) == 0
+    assert h200.main([*given, *write_fake_vllm(tmp_path)]) == 0
     line = last_line(capsys)
-    before = h200_trace.read_document(faser_alone / "results.json").without_details().to_dict()["runs"]
+    before = read_document(faser_alone / "results.json").without_details().to_dict()["runs"]
     assert line["runs"][:4] == before
     theirs = line["runs"][4:]
     assert [run["system"] for run in theirs] == ["vLLM off"] * 2 + ["vLLM K=2"] * 2
@@ -182,8 +184,8 @@ def test_vllm_plays_the_same_files_and_all_is_one_document(given, faser_alone, t
 
 
 def test_the_report_is_made_again_from_the_document_alone(faser_alone, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(report, "browser", lambda: None)
-    assert h200_trace.main(["--report-only", str(faser_alone), "--folder", str(tmp_path)]) == 0
+    monkeypatch.setattr(images, "browser", lambda: None)
+    assert h200.main(["trace", "--report-only", str(faser_alone), "--folder", str(tmp_path)]) == 0
     assert len(last_line(capsys)["runs"]) == 4
     assert {path.name for path in tmp_path.iterdir()} == {"results.json", "tables.txt", "report.html"}
     assert (tmp_path / "report.html").read_text() == (faser_alone / "report.html").read_text()
@@ -191,7 +193,7 @@ def test_the_report_is_made_again_from_the_document_alone(faser_alone, tmp_path,
 
 def test_a_process_that_dies_is_reported_and_the_others_run(given, tmp_path, capsys):
     script = "import sys\nif '--only-length=0' in sys.argv:\n    raise ImportError('no vLLM here')\n" + SCRIPT
-    assert h200_trace.main([*given, *write_fake_vllm(tmp_path, script)]) == 1
+    assert h200.main([*given, *write_fake_vllm(tmp_path, script)]) == 1
     printed = capsys.readouterr().out
     assert "no vLLM here" in printed
     line = json.loads(printed.splitlines()[-1])
@@ -202,5 +204,5 @@ def test_a_process_that_dies_is_reported_and_the_others_run(given, tmp_path, cap
 def test_without_models_nothing_is_played(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("OUT", raising=False)
     (tmp_path / "models.json").write_text('{"tiny": false}')
-    assert h200_trace.main([*TINY, str(tmp_path)]) == 1
+    assert h200.main([*TINY, str(tmp_path)]) == 1
     assert last_line(capsys)["failed"] == ["models, all: ended with status 1"]

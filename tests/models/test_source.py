@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 
 from faser import LLM, SamplingParams
-from faser.bench.play import take_policy
 from faser.errors import ConfigError, ModelError
 from faser.models import draft as patches
 from faser.models import gguf, source
 from faser.policy import POLICIES, make_policy
 from faser.text.chat import ChatTemplate
+from faser.traffic.play import take_policy
 from tests.models.reference import SIZES, save_hf
 from tests.policy.profiles import H200
 

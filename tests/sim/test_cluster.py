@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from faser.bench.prompts import Blank
-from faser.bench.records import Item, Workload
-from faser.bench.summary import summarize
 from faser.errors import ConfigError
 from faser.sim.cluster import Router, play_cluster
 from faser.sim.fluid import play_fluid
 from faser.sim.oracle import Draw
-from faser.sim.pace import measure_pace, sizes_up_to
 from faser.sim.replica import make_replica
+from faser.sim.throughput import measure_throughput, sizes_up_to
+from faser.traffic.prompts import Blank
+from faser.traffic.records import Item, Workload
+from faser.traffic.summary import summarize
 from tests.sim.toy import TOY, Known, make_workload, simulate
 
 ACCEPTANCE = Draw(0.75, 0.1)
@@ -79,9 +79,9 @@ def test_an_end_that_was_asked_for_leaves_a_partial_run():
     assert run.partial
     assert 0 < len(run.records) < 50
     asked = iter(range(1000))
-    assert measure_pace(MACHINE, "off", workload, ACCEPTANCE, 0, stopped=lambda: next(asked) > 200) is None
-    pace = measure_pace(MACHINE, "off", workload, ACCEPTANCE, 0)
-    assert play_fluid(MACHINE, pace, 2, workload, "off", stopped=lambda: True).partial
+    assert measure_throughput(MACHINE, "off", workload, ACCEPTANCE, 0, stopped=lambda: next(asked) > 200) is None
+    table = measure_throughput(MACHINE, "off", workload, ACCEPTANCE, 0)
+    assert play_fluid(MACHINE, table, 2, workload, "off", stopped=lambda: True).partial
 
 
 def test_sizes_are_dense_enough_and_end_with_the_most():
@@ -93,26 +93,26 @@ def test_sizes_are_dense_enough_and_end_with_the_most():
 @pytest.fixture(scope="module", params=["off", "fixed:2"])
 def measured(request):
     workload = make_workload(400, prompt=30, output=20)
-    return request.param, measure_pace(MACHINE, request.param, workload, ACCEPTANCE, 0)
+    return request.param, measure_throughput(MACHINE, request.param, workload, ACCEPTANCE, 0)
 
 
 def test_the_pace_of_a_machine_is_what_its_profile_says(measured):
-    policy, pace = measured
+    policy, table = measured
     if policy == "off":
         for size in (1, 4, 12, 16):
-            assert pace.step[size] == pytest.approx(0.0085 + 0.001 * size, rel=0.03)
-        assert pace.gain.tolist() == [1.0] * 17
-        assert pace.prompt_row[0] == pytest.approx(0.002, rel=0.1)
+            assert table.step[size] == pytest.approx(0.0085 + 0.001 * size, rel=0.03)
+        assert table.gain.tolist() == [1.0] * 17
+        assert table.prompt_row[0] == pytest.approx(0.002, rel=0.1)
     else:
-        assert pace.gain[8] == pytest.approx(1 + 0.75 + 0.75**2, rel=0.12)
-        assert pace.prompt_width[8] == pytest.approx(3, abs=0.4)
+        assert table.gain[8] == pytest.approx(1 + 0.75 + 0.75**2, rel=0.12)
+        assert table.prompt_width[8] == pytest.approx(3, abs=0.4)
 
 
 @pytest.mark.parametrize("rate", [1.0, 3.0, 5.0])  # of each replica: quiet, busy, almost too much
 def test_the_flow_agrees_with_every_step(measured, rate):
-    policy, pace = measured
+    policy, table = measured
     workload = make_workload(300, rate=3 * rate, prompt=30, output=20)
-    exact, flow = cluster(workload, policy, 3), play_fluid(MACHINE, pace, 3, workload, policy)
+    exact, flow = cluster(workload, policy, 3), play_fluid(MACHINE, table, 3, workload, policy)
     assert [record.num_tokens for record in flow.records] == [record.num_tokens for record in exact.records]
     said, right = summarize(flow), summarize(exact)
     assert said["output_tokens_per_s"] == pytest.approx(right["output_tokens_per_s"], rel=0.05)
@@ -122,31 +122,31 @@ def test_the_flow_agrees_with_every_step(measured, rate):
 
 
 def test_the_flow_is_full_where_every_step_says_so(measured):
-    policy, pace = measured
+    policy, table = measured
     workload = make_workload(300, rate=60.0, prompt=30, output=20)
-    exact, flow = cluster(workload, policy, 3), play_fluid(MACHINE, pace, 3, workload, policy)
+    exact, flow = cluster(workload, policy, 3), play_fluid(MACHINE, table, 3, workload, policy)
     assert flow.seconds == pytest.approx(exact.seconds, rel=0.1)
 
 
 def test_a_flow_is_the_same_every_time_and_loses_what_no_replica_takes():
     workload = make_workload(50, rate=30.0)
     items = (*workload.items, Item(10.0, Blank(250), 20))
-    pace = measure_pace(MACHINE, "off", workload, ACCEPTANCE, 0)
-    run = play_fluid(MACHINE, pace, 3, Workload(items), "off")
-    assert run == play_fluid(MACHINE, pace, 3, Workload(items), "off")
+    table = measure_throughput(MACHINE, "off", workload, ACCEPTANCE, 0)
+    run = play_fluid(MACHINE, table, 3, Workload(items), "off")
+    assert run == play_fluid(MACHINE, table, 3, Workload(items), "off")
     assert "270, but a replica takes 256" in run.records[-1].error
     assert summarize(run)["lost"] == 1
 
 
 def test_a_workload_that_fits_no_replica_is_refused():
     with pytest.raises(ConfigError, match="no request of the workload fits a replica"):
-        measure_pace(MACHINE, "off", Workload((Item(0.0, Blank(250), 20),)), ACCEPTANCE, 0)
+        measure_throughput(MACHINE, "off", Workload((Item(0.0, Blank(250), 20),)), ACCEPTANCE, 0)
 
 
 def test_a_small_pool_holds_requests_back():
     workload = make_workload(100, rate=60.0, prompt=30, output=20)
-    pace = measure_pace(MACHINE, "off", workload, ACCEPTANCE, 0)
-    wide = play_fluid(MACHINE, pace, 2, workload, "off")
-    tight = play_fluid(replace(MACHINE, kv_tokens=256), pace, 2, workload, "off")
+    table = measure_throughput(MACHINE, "off", workload, ACCEPTANCE, 0)
+    wide = play_fluid(MACHINE, table, 2, workload, "off")
+    tight = play_fluid(replace(MACHINE, kv_tokens=256), table, 2, workload, "off")
     assert summarize(tight)["ttft_mean"] > 1.5 * summarize(wide)["ttft_mean"]
     assert all(record.end is not None for record in tight.records)

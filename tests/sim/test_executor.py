@@ -5,9 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from faser.bench.play import play
-from faser.bench.prompts import Blank
-from faser.bench.records import Item, Workload
 from faser.cost.curve import NOTHING, Curve
 from faser.cost.overlap import OverlapProfile
 from faser.cost.profile import Profile
@@ -22,8 +19,10 @@ from faser.rules.stopping import Stopping
 from faser.sim.clock import VirtualTime
 from faser.sim.executor import Noise, SimExecutor
 from faser.sim.oracle import Draw, Replay
-from faser.sim.replica import Machine, make_replica
-from faser.sim.systems import load_profile
+from faser.sim.replica import Machine, load_profile, make_replica
+from faser.traffic.play import play
+from faser.traffic.prompts import Blank
+from faser.traffic.records import Item, Workload
 from tests.sim.toy import PROFILE, TOY, Known, make_workload, simulate
 
 HOST = 0.0005

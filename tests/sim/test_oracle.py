@@ -1,4 +1,4 @@
-"""Who agrees with whom: coins that depend on nothing but their names, sequences as they were measured."""
+"""Oracles: random numbers that depend on their keys alone, and measured sequences."""
 
 import json
 from collections import Counter
@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from faser.bench.document import Document
 from faser.errors import ConfigError
-from faser.sim.oracle import Draw, Replay, coins, draw_like, parse_acceptance, rate_of, runs_of
+from faser.sim.oracle import Draw, Replay, draw_like, parse_acceptance, rate_of, runs_of, uniforms
+from faser.traffic.document import Document
 from tests.bench.make_example import PATH
 
 EVERYBODY = ["prose"] * 2000
@@ -20,13 +20,13 @@ def test_runs_count_the_agreements_from_each_position_on():
     assert runs_of(np.zeros(0, dtype=np.bool_)).tolist() == []
 
 
-def test_coins_are_even_and_know_only_their_names():
-    many = coins(3, 7, np.arange(20_000))
+def test_random_numbers_are_uniform_and_depend_on_their_keys_alone():
+    many = uniforms(3, 7, np.arange(20_000))
     assert 0 <= many.min() < many.max() < 1
     assert many.mean() == pytest.approx(0.5, abs=0.01)
     assert np.corrcoef(many[1:], many[:-1])[0, 1] == pytest.approx(0, abs=0.03)
-    assert coins(3, 7, np.array([123]))[0] == many[123]
-    for other in (coins(4, 7, np.arange(20_000)), coins(3, 8, np.arange(20_000))):
+    assert uniforms(3, 7, np.array([123]))[0] == many[123]
+    for other in (uniforms(4, 7, np.arange(20_000)), uniforms(3, 8, np.arange(20_000))):
         assert np.corrcoef(many, other)[0, 1] == pytest.approx(0, abs=0.03)
 
 

@@ -78,7 +78,7 @@ def test_bench_profiles_for_any_of_its_policies(model, cache, monkeypatch, capsy
     asking = {"costly": Costly(), "off": Fixed(0)}
     monkeypatch.setattr(bench_command, "make_policy", asking.__getitem__)
     monkeypatch.setattr("faser.config.make_policy", asking.__getitem__)
-    monkeypatch.setattr("faser.bench.play.make_policy", asking.__getitem__)
+    monkeypatch.setattr("faser.traffic.play.make_policy", asking.__getitem__)
     traffic = ["--arrivals", "poisson:60", "--duration", "0.1", "--prompt-len", "8", "--output-len", "4"]
     assert main(["bench", *model, "--draft", "ngram", "--policies", "off,costly", *traffic]) == 0
     assert len(measured) == 1

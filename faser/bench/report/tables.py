@@ -1,0 +1,202 @@
+"""The tables of a report: figures by system and load, ratios, winners, lost requests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from faser.bench.report.figures import LATENCY, THROUGHPUT, Figure, Load, Results, shown
+from faser.bench.report.legend import System
+from faser.bench.report.svg import shortened
+from faser.traffic.document import Spread
+
+
+@dataclass(frozen=True)
+class Cell:
+    text: str
+    value: float | None = None  # of the document
+    spread: str = ""
+    ratio: str = ""
+    tone: str = ""  # of the ratio: good, bad
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    system: System
+    cells: tuple[Cell, ...]
+    partial: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    heads: tuple[tuple[str, int], ...]  # (text, number of columns)
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    unit: str = ""  # of all columns, if they share one
+
+
+@dataclass(frozen=True)
+class Column:
+    """One figure of every system under one load, with the same unit and digits."""
+
+    figure: Figure
+    unit: str
+    cells: tuple[Cell, ...]
+
+
+def _column(
+    results: Results, load: Load, figure: Figure, unit: tuple[str, float], reference: System | None = None
+) -> Column:
+    name, factor = unit
+    spreads = [results.spread(system, load, figure) for system in results.systems]
+    known = [spread.median for spread in spreads if spread is not None]
+    digits = _digits([factor * value for value in known]) if figure.kind != "count" else 0
+    best = results.best(results.systems, load, figure) if figure.better and len(set(known)) > 1 else None
+    base = results.spread(reference, load, figure) if reference is not None else None
+    top = results.median(best, load, figure) if best is not None else None
+    return Column(figure, name, tuple(_cell(figure, spread, factor, digits, top, base) for spread in spreads))
+
+
+def _unit(results: Results, loads: Iterable[Load], figures: Iterable[Figure], figure: Figure) -> tuple[str, float]:
+    """Its name, and the factor from the document's unit. Figures side by side have the same unit."""
+    if figure.kind == "seconds":
+        every = (results.median(system, load, each) for system in results.systems for load in loads for each in figures)
+        return ("s", 1.0) if max((value for value in every if value is not None), default=0.0) >= 10 else ("ms", 1000.0)
+    return ("%", 100.0) if figure.kind == "share" else ("", 1.0)
+
+
+def _digits(values: Sequence[float]) -> int:
+    """Decimals that give the median value three digits."""
+    sizes = sorted(abs(value) for value in values if value)
+    middle = sizes[len(sizes) // 2] if sizes else 100.0
+    return 0 if middle >= 100 else 1 if middle >= 10 else 2 if middle >= 1 else 3
+
+
+def _cell(
+    figure: Figure, spread: Spread | None, factor: float, digits: int, best: float | None, base: Spread | None
+) -> Cell:
+    if spread is None:
+        return Cell("–")
+    ratio, tone = _compared(figure, spread, base)
+    low, middle, high = (f"{factor * value:,.{digits}f}" for value in (spread.min, spread.median, spread.max))
+    return Cell(
+        text=middle,
+        value=spread.median,
+        spread=f"{low}–{high}" if spread.max > spread.min else "",
+        ratio=ratio,
+        tone=tone,
+        best=spread.median == best,
+    )
+
+
+def _compared(figure: Figure, own: Spread | None, base: Spread | None) -> tuple[str, str]:
+    """(ratio, tone): how many times better; no tone within 1 % or if the ranges overlap."""
+    if own is None or base is None or not base.median or not own.median:
+        return "", ""
+    ratio = own.median / base.median if figure.better > 0 else base.median / own.median
+    tone = "" if abs(ratio - 1) < 0.01 or _overlap(own, base) else "good" if ratio > 1 else "bad"
+    return f"{ratio:.2f}×", tone
+
+
+def _overlap(one: Spread, other: Spread) -> bool:
+    return one.min <= other.max and other.min <= one.max
+
+
+def _ratios(results: Results, load: Load, figure: Figure, reference: System) -> Column:
+    base = results.spread(reference, load, figure)
+    compared = [_compared(figure, results.spread(system, load, figure), base) for system in results.systems]
+    name = f"× {shortened(reference.name, 100)}"
+    return Column(figure, name, tuple(Cell(ratio or "–", tone=tone) for ratio, tone in compared))
+
+
+def figure_table(results: Results, load: Load, parts: Mapping[str, Sequence[Figure]]) -> Table:
+    """Systems by figures under one load, without figures that no system reports."""
+    heads, columns = [], []
+    for head, figures in parts.items():
+        found = [_column(results, load, figure, _unit(results, [load], figures, figure)) for figure in figures]
+        found = [column for column in found if any(cell.value is not None for cell in column.cells)]
+        for figure in (THROUGHPUT, LATENCY):
+            if figure in figures and found and found[0].figure is figure:
+                ratios = [_ratios(results, load, figure, each) for each in results.references(load, figure)]
+                found[1:1] = ratios if len(results.systems) > 1 else []
+        heads.append((head, len(found)))
+        columns += found
+    names = tuple(column.unit if column.unit.startswith("×") else _titled(column) for column in columns)
+    return Table(tuple(head for head in heads if head[1]), names, _rows(results, load, columns))
+
+
+def _titled(column: Column) -> str:
+    return f"{column.figure.label}, {column.unit}" if column.unit else column.figure.label
+
+
+def _rows(results: Results, load: Load | None, columns: Sequence[Column]) -> tuple[Row, ...]:
+    rows = []
+    for index, system in enumerate(results.systems):
+        cells = tuple(column.cells[index] for column in columns)
+        groups = [group for (name, at), group in results.groups.items() if name == system.name and load in (None, at)]
+        if groups:
+            rows.append(Row(system, cells, any(group.partial for group in groups)))
+    return tuple(rows)
+
+
+def load_table(results: Results, figure: Figure) -> Table:
+    """One figure, systems by loads, with its ratio to `off`."""
+    off = next((system for system in results.systems if system.name == "off"), None)
+    unit = _unit(results, results.loads, [figure], figure)
+    columns = [_column(results, load, figure, unit, off) for load in results.loads]
+    return Table((), tuple(load.label for load in results.loads), _rows(results, None, columns), unit[0])
+
+
+@dataclass(frozen=True)
+class Winner:
+    """The best system under one load by one figure."""
+
+    system: System
+    value: float
+    text: str
+    ratios: tuple[tuple[str, str, str], ...]  # (ratio, system, tone)
+    level: int  # other systems whose range overlaps: the first place is not certain
+
+
+def winner(results: Results, load: Load, figure: Figure) -> Winner | None:
+    best = results.best(results.systems, load, figure)
+    own = results.spread(best, load, figure) if best is not None else None
+    if best is None or own is None:
+        return None
+    references = [system for system in results.references(load, figure) if system != best]
+    compared = [(_compared(figure, own, results.spread(system, load, figure)), system.name) for system in references]
+    others = [results.spread(system, load, figure) for system in results.systems if system != best]
+    return Winner(
+        system=best,
+        value=own.median,
+        text=shown(figure, own.median) + ("" if figure.kind == "seconds" else " tokens/s"),
+        ratios=tuple((ratio, name, tone) for (ratio, tone), name in compared if ratio),
+        level=sum(_overlap(own, other) for other in others if other is not None),
+    )
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The requests a run lost, and why."""
+
+    system: System
+    load: Load
+    repeat: int
+    lost: int
+    requests: int
+    reasons: tuple[tuple[str, int], ...]
+
+
+def losses(results: Results) -> list[Loss]:
+    found = []
+    systems = {system.name: system for system in results.systems}
+    for run in results.document.runs:
+        lost = int(run.summary.get("lost") or 0)
+        if lost and run.system in systems:
+            reasons = Counter(record.error for record in run.records if record.error is not None)
+            requests = int(run.summary.get("requests") or 0)
+            common = tuple(reasons.most_common(3))
+            found.append(Loss(systems[run.system], Load.of(run), run.repeat, lost, requests, common))
+    return found
