@@ -2,6 +2,7 @@
 
 FaserError
 ├── ConfigError          an option of LLM(), the command line or a policy string
+├── MissingPackage       a package of an extra that is not installed
 ├── ModelError           a model that is missing, broken or does not fit its partner
 │   └── UnsupportedModel a model FASER knows and refuses, by the name of the feature
 ├── InvalidRequest       a prompt or a sampling parameter
@@ -17,6 +18,10 @@ class FaserError(Exception):
 
 class ConfigError(FaserError, ValueError):
     """An option has a value that cannot work."""
+
+
+class MissingPackage(FaserError, ImportError):
+    """A part of FASER needs a package that is not installed."""
 
 
 class ModelError(FaserError):

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from faser.request import SamplingParams
 
 POLICIES = "faser, off, fixed:K, table:64=3/128=1, goodput, ema, adaspec, tetris, nightjar, faser-gp"
-API_KEY_VARIABLE = "FASER_API_KEY"
 # what a shell completes with file names
 FILE_DESTINATIONS = (
     "model", "draft", "chat_template", "trace", "workload", "save_workload", "prompts", "out", "report",
@@ -242,7 +241,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--served-model-name", metavar="NAME", help="what clients call the model; default: its own")
     server.add_argument(
         "--api-key", action="append", default=[], metavar="KEY",
-        help=f"ask clients for it, on all paths but /health; may be given several times. {API_KEY_VARIABLE} keeps it "
+        help="ask clients for it, on all paths but /health; may be given several times. FASER_API_KEY keeps it "
         "out of the process list",
     )  # fmt: skip
     server.add_argument("--open-metrics", action="store_true", help="with a key: serve /metrics without it")
@@ -269,7 +268,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def server_options(args: argparse.Namespace) -> ServerOptions:
-    from faser.config import EngineOptions, ServerOptions
+    from faser.config import API_KEY_VARIABLE, EngineOptions, ServerOptions
 
     key = os.environ.get(API_KEY_VARIABLE)
     return ServerOptions(
@@ -440,7 +439,7 @@ def _add_bench_systems(parser: argparse.ArgumentParser) -> None:
         help="another system beside it: a server, which plays the same traffic, or a file of results; "
         "may be given several times, ratios are taken against the first",
     )  # fmt: skip
-    systems.add_argument("--api-key", metavar="KEY", help=f"for servers; default: {API_KEY_VARIABLE}")
+    systems.add_argument("--api-key", metavar="KEY", help="for servers; default: FASER_API_KEY")
     systems.add_argument(
         "--request-timeout", type=float, default=600.0, metavar="S", help="for a server's answer; default: 600"
     )

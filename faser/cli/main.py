@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from faser.cli import arguments
+from faser.extras import require
 
 if TYPE_CHECKING:
     from faser.llm import LLM
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not hasattr(args, "run"):
         parser.print_help(sys.stderr)
         return MISUSED
-    from faser.errors import FaserError
+    from faser.errors import FaserError, MissingPackage
     from faser.threads import prepare_openmp
 
     prepare_openmp()  # for this process, before torch loads, and for the server's engine
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FaserError as error:
         if args.debug:
             raise
-        return _report(str(error), FAILED)
+        is_incomplete = isinstance(error, MissingPackage)  # then some commands work and this one does not
+        return _report(str(error), FAILED, f"faser {args.command}" if is_incomplete else "faser")
     except Exception as error:
         if args.debug:
             raise
@@ -56,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(f"{reason}; run again with --debug for the trace", BROKEN)
 
 
-def _report(text: str, status: int) -> int:
-    print("faser:", " ".join(text.splitlines()), file=sys.stderr)
+def _report(text: str, status: int, program: str = "faser") -> int:
+    print(f"{program}:", " ".join(text.splitlines()), file=sys.stderr)
     return status
 
 
@@ -78,7 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = arguments.Parser(prog="faser", description="Speculative decoding that never changes the output.")
     parser.add_argument("--version", action=_Version, help="print the version and leave")
     arguments.add_debug(parser, default=False)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
 
     serve = commands.add_parser("serve", help="serve the OpenAI API over HTTP")
     serve.set_defaults(run=_serve)
@@ -129,6 +131,7 @@ class _Version(argparse.Action):
 
 
 def _serve(args: argparse.Namespace) -> int:
+    require("server")
     options = arguments.server_options(args)
     from faser.server.run import serve
 
@@ -150,6 +153,7 @@ def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
 def _chat(args: argparse.Namespace) -> int:
     from faser.cli.terminal import Chat, Screen
 
+    require("engine")
     params = arguments.sampling_params(args, _sampling_defaults(args, arguments.CHAT_SAMPLING))
     interactive, screen = sys.stdin.isatty(), Screen(args.show_drafts)
     with _make_chat_llm(args) as llm:
@@ -202,6 +206,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
 def _generate(args: argparse.Namespace) -> int:
     from faser.errors import ConfigError
 
+    require("engine")
     if args.logprobs is not None and not args.json:
         raise ConfigError("--logprobs has nowhere to go without --json; add it")
     if args.chat_template is not None and not args.chat:
@@ -249,6 +254,10 @@ def _as_json(output: RequestOutput) -> str:
 def _bench(args: argparse.Namespace) -> int:
     from faser.bench.command import bench
 
+    if args.url is None or args.workload is None:  # a server plays a workload of token ids without a model here
+        require("engine")
+    if args.report is not None:
+        require("bench")
     return bench(args)
 
 
@@ -258,6 +267,7 @@ def _bench(args: argparse.Namespace) -> int:
 def _profile(args: argparse.Namespace) -> int:
     from faser.cli.profile import profile
 
+    require("engine")
     return profile(args)
 
 
@@ -267,6 +277,8 @@ def _profile(args: argparse.Namespace) -> int:
 def _simulate(args: argparse.Namespace) -> int:
     from faser.sim.command import simulate
 
+    if args.report is not None:
+        require("bench")
     return simulate(args)
 
 

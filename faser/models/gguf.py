@@ -24,7 +24,8 @@ import torch
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 
-from faser.errors import ModelError, UnsupportedModel
+from faser.errors import MissingPackage, ModelError, UnsupportedModel
+from faser.extras import install_hint
 from faser.models import config as model_config
 from faser.models import weights
 from faser.models.config import ModelConfig, Rope
@@ -258,7 +259,7 @@ def gguf_package() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise ModelError("a GGUF file needs the package gguf, which is missing; `pip install gguf`") from error
+        raise MissingPackage(f"a GGUF file cannot be read: {install_hint('engine', ['gguf'])}") from error
     return gguf
 
 

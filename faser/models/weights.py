@@ -19,7 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from faser.errors import ConfigError, ModelError, UnsupportedModel
+from faser.errors import ConfigError, MissingPackage, ModelError, UnsupportedModel
+from faser.extras import install_hint
 from faser.models.config import DTYPES, ModelConfig, read_object
 from faser.models.transformer import Layer, Transformer
 from faser.text.tokenizer import TOKENIZER_FILE
@@ -54,8 +55,12 @@ def resolve(name_or_path: str | Path) -> Path:
 
 
 def _fetch(name: str) -> Path:
-    import huggingface_hub  # slow to import, and not needed for a folder
-
+    try:
+        import huggingface_hub  # slow to import, and not needed for a folder
+    except ImportError:
+        raise MissingPackage(
+            f"{name}: no such folder here, and the hub cannot be asked: {install_hint('engine', ['huggingface_hub'])}"
+        ) from None
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
     except Exception as error:  # the hub raises its own, the HTTP library's and the operating system's errors

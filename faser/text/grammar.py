@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from faser.arrays import IntArray
 from faser.errors import EngineError, InvalidRequest
+from faser.extras import install_hint
 from faser.request import Grammar
 from faser.text.tokenizer import Tokenizer
 
@@ -52,7 +53,7 @@ def _library() -> Any:
     try:
         import llguidance
     except ImportError:
-        raise InvalidRequest("a grammar needs the package llguidance; `pip install llguidance`") from None
+        raise InvalidRequest(f"no grammar can be checked: {install_hint('engine', ['llguidance'])}") from None
     return llguidance
 
 
