@@ -12,6 +12,7 @@ from faser.policy import Policy, make_policy
 from faser.policy.early_exit import MODES as EARLY_EXIT
 from faser.policy.overlap import MODES as OVERLAP
 
+API_KEY_VARIABLE = "FASER_API_KEY"  # an environment variable: a key in it does not show in the process list
 NGRAM = "ngram"
 NO_DRAFT = "none"  # no draft, where None means the default one; a folder of that name is ./none
 DEFAULT_POLICY = "faser"  # with a draft

@@ -55,7 +55,7 @@ from faser.bench.workload import (
     save_workload,
 )
 from faser.cli import arguments
-from faser.config import DEFAULT_POLICY, NO_DRAFT, EngineOptions
+from faser.config import API_KEY_VARIABLE, DEFAULT_POLICY, NO_DRAFT, EngineOptions
 from faser.errors import ConfigError
 from faser.policy import MAX_LENGTH, make_policy
 from faser.progress import progress_bar
@@ -499,7 +499,7 @@ def _needs_cost(policy: str) -> bool:
 
 
 def _remote(args: argparse.Namespace, url: str) -> Remote:
-    key = args.api_key or os.environ.get(arguments.API_KEY_VARIABLE)
+    key = args.api_key or os.environ.get(API_KEY_VARIABLE)
     remote = Remote(url, key, args.request_timeout, args.temperature)
     remote.connect()
     return remote

@@ -20,8 +20,7 @@ from time import monotonic
 
 import uvicorn
 
-from faser.cli.arguments import API_KEY_VARIABLE
-from faser.config import ServerOptions
+from faser.config import API_KEY_VARIABLE, ServerOptions
 from faser.errors import ConfigError, EngineError
 from faser.models.generation import describe
 from faser.server.app import Api

@@ -11,7 +11,7 @@ import pytest
 from faser.cli import arguments
 from faser.cli import main as cli
 from faser.cli.main import main
-from faser.config import EngineOptions, ServerOptions
+from faser.config import API_KEY_VARIABLE, EngineOptions, ServerOptions
 from faser.request import SamplingParams
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
@@ -251,7 +251,7 @@ def served(monkeypatch):
     server = SimpleNamespace(serve=lambda options: seen.append(options) or 3)
     monkeypatch.setitem(sys.modules, "faser.server", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "faser.server.run", server)
-    monkeypatch.delenv(arguments.API_KEY_VARIABLE, raising=False)
+    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
     return seen
 
 
@@ -263,7 +263,7 @@ def test_serve_without_options_has_the_defaults_of_the_classes(served):
 def test_serve_takes_every_option_of_server_and_engine(served, monkeypatch, tmp_path):
     template = tmp_path / "t.jinja"
     template.write_text("{{ messages }}")
-    monkeypatch.setenv(arguments.API_KEY_VARIABLE, "from-the-environment")
+    monkeypatch.setenv(API_KEY_VARIABLE, "from-the-environment")
     given = (
         "--model m --draft ngram --policy fixed:2 --max-running 7 --max-step-ms 80 --host 0.0.0.0 --port 0 "
         "--served-model-name name --api-key one --api-key two --open-metrics --max-waiting 9 --max-body-size 0.5 "
