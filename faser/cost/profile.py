@@ -21,7 +21,7 @@ import numpy as np
 
 from faser.arrays import FloatArray, IntArray
 from faser.errors import ConfigError
-from faser.machine import write_whole
+from faser.machine import atomic_write
 from faser.step import StepPlan, StepSeconds
 
 VERSION = 4
@@ -237,7 +237,7 @@ class Profile:
             ) from None
 
     def save(self, path: Path) -> None:
-        write_whole(path, json.dumps(self.to_dict()) + "\n")
+        atomic_write(path, json.dumps(self.to_dict()) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Self:

@@ -19,7 +19,7 @@ import torch
 from faser.cost.profile import VERSION, Profile
 from faser.engine.scheduler import Limits
 from faser.errors import ConfigError
-from faser.machine import faser_version, processor_name, write_whole
+from faser.machine import atomic_write, faser_version, processor_name
 from faser.models.transformer import Transformer
 from faser.policy.early_exit import EarlyExit
 from faser.threads import available_cpus
@@ -130,7 +130,7 @@ def keep_exits(exits: EarlyExit, about: Mapping[str, Any], models: Iterable[Tran
     if not known["scores"]:
         return
     try:
-        write_whole(_exits_path(about, models), json.dumps(known) + "\n")
+        atomic_write(_exits_path(about, models), json.dumps(known) + "\n")
     except (OSError, RuntimeError) as error:
         log.warning("what was learned of the early exit cannot be kept: %s", error)
 
