@@ -5,7 +5,6 @@ Knows text, prompts and defaults; the engine underneath knows none of these.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,6 +32,8 @@ from faser.request import (
     RequestOutput,
     SamplingParams,
     TokenLogprobs,
+    check_token_ids,
+    draw_seed,
 )
 from faser.text.chat import ChatTemplate, Message
 from faser.text.grammar import GrammarCompiler, shared_compiler
@@ -228,20 +229,15 @@ class LLM:
         token_ids = self._token_ids(prompt)
         if params is None:
             params = self.fitted(self.default_params, token_ids)
-        vocab_size = self._config.vocab_size
-        for name, named in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
-            unknown = [token for token in named if token >= vocab_size]
-            if unknown:
-                raise InvalidRequest(f"{name} names token {unknown[0]}; the model has {vocab_size} tokens, from 0")
+        params.check_vocabulary(self._config.vocab_size)
         if params.grammar is not None:
             self._check_grammar(params.grammar, params.stop_token_ids)
-        end_ids = () if params.ignore_eos else self._config.eos_token_ids
         return Request(
             id=str(self._num_requests),
             prompt_token_ids=token_ids,
             params=params,
-            seed=(secrets.randbits(64) if params.seed is None else params.seed) % 2**64,
-            stop_ids=frozenset([*end_ids, *params.stop_token_ids]),
+            seed=draw_seed(params.seed),
+            stop_ids=params.stop_ids(self._config.eos_token_ids),
         )
 
     def _check_grammar(self, grammar: Grammar, stop_ids: Sequence[int]) -> None:
@@ -257,10 +253,10 @@ class LLM:
             if not token_ids:
                 raise InvalidRequest(f"the prompt {prompt!r} holds no token; give at least one")
             return tuple(token_ids)
-        vocab_size = self._config.vocab_size
         for token in prompt:
-            if isinstance(token, bool) or not hasattr(token, "__index__") or not 0 <= int(token) < vocab_size:
-                raise InvalidRequest(f"prompt token {token!r}: expected ids from 0 to {vocab_size - 1}")
+            if isinstance(token, bool) or not hasattr(token, "__index__"):
+                raise InvalidRequest(f"prompt: {token!r} is no token id; expected integers")
+        check_token_ids("prompt", prompt, self._config.vocab_size)
         return tuple(int(token) for token in prompt)
 
     def _make_checker(self, params: SamplingParams) -> StopChecker | None:

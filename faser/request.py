@@ -7,7 +7,8 @@ built.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -149,14 +150,14 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", self._checked_bias())
 
     def _check_grammar_ends(self) -> None:
-        """A whole text must be able to end: what forbids the end tokens leaves a finished grammar no token at all."""
+        """The output must be able to end: behind a complete text, a grammar allows the end tokens alone."""
         if self.grammar is None:
             return
         for name, given in (("min_tokens", self.min_tokens > 0), ("ignore_eos", self.ignore_eos)):
             if given:
                 raise InvalidRequest(
-                    f"grammar cannot be combined with {name}={getattr(self, name)!r}: the output ends when the grammar "
-                    "says so; remove it"
+                    f"{name}={getattr(self, name)!r} cannot be combined with a grammar, which says where the output "
+                    "ends; remove it"
                 )
 
     def _checked_bias(self) -> Mapping[int, float] | None:
@@ -174,6 +175,26 @@ class SamplingParams:
     @property
     def penalised(self) -> bool:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise InvalidRequest where a field names a token that a model of this vocabulary does not have."""
+        check_token_ids("logit_bias", self.logit_bias or (), vocab_size)
+        check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+
+    def stop_ids(self, end_ids: Iterable[int]) -> frozenset[int]:
+        """The ids that end the output: the model's end tokens, unless ignored, and the request's own."""
+        return frozenset(self.stop_token_ids).union(() if self.ignore_eos else end_ids)
+
+
+def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    unknown = next((token for token in token_ids if not 0 <= token < vocab_size), None)
+    if unknown is not None:
+        raise InvalidRequest(f"{name}: {unknown} is no token id; expected 0 to {vocab_size - 1}")
+
+
+def draw_seed(given: int | None) -> int:
+    """The given seed as an unsigned 64-bit word; a random one where none is given."""
+    return (secrets.randbits(64) if given is None else given) % 2**64
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from faser.request import Finish, FinishReason, SamplingParams, TokenLogprobs
-from faser.server.messages import Output
+from faser.request import Finish, FinishReason, Progress, SamplingParams, TokenLogprobs
 from faser.server.protocol import (
     AnswerMessage,
     ApiError,
@@ -34,7 +33,7 @@ from faser.server.protocol import (
     TopLogprob,
     Usage,
 )
-from faser.text.tokenizer import StopChecker, TextStream, Tokenizer, make_text_stream
+from faser.text.tokenizer import Tokenizer, make_text_stream, num_held_back
 
 _encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
@@ -46,35 +45,37 @@ def _event(value: msgspec.Struct) -> bytes:
 
 
 class ChoiceText:
-    """One choice's tokens as text. Without a tokenizer there is none."""
+    """One choice's tokens as text. Without a tokenizer there is none.
+
+    The engine looks for stop strings. Here text is only held back while it may be the beginning of one.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
-        self._stream: TextStream | None = None
-        self._checker: StopChecker | None = None  # sees what the engine's sees, and so stops where that does
-        self._num_shown = 0
-        if tokenizer is not None and params.stop:
-            self._checker = StopChecker(tokenizer, params.stop, params.min_tokens)
-        elif tokenizer is not None:
-            self._stream = make_text_stream(tokenizer)
+        self._stream = make_text_stream(tokenizer) if tokenizer is not None else None
+        self._stop = tuple(params.stop)
+        self._held = ""
+        self._num_shown = 0  # characters
 
     def push(self, token_ids: Sequence[int], finish: Finish | None) -> str:
         """Take tokens; return the text that became certain."""
+        if self._stream is None:
+            return ""
         if finish is not None and finish.stop_id is not None:
             token_ids = token_ids[:-1]
-        if self._stream is not None:
-            text = "".join(map(self._stream.push, token_ids))
-            return text + self._stream.finish() if finish is not None else text
-        return self._push_watched(token_ids, finish)
+        text = "".join(map(self._stream.push, token_ids))
+        if finish is not None:
+            text += self._stream.finish()
+        return self._release(text, finish) if self._stop else text
 
-    def _push_watched(self, token_ids: Sequence[int], finish: Finish | None) -> str:
-        if self._checker is None:
-            return ""
-        for token_id in token_ids:
-            self._checker.push(token_id)
-        text = self._checker.text
-        end = len(text) - (self._checker.num_held() if finish is None else 0)
-        start, self._num_shown = self._num_shown, max(self._num_shown, end)
-        return text[start:end]
+    def _release(self, text: str, finish: Finish | None) -> str:
+        """What of the held and the new text may be shown. At the end the engine says where the text ends."""
+        text = self._held + text
+        end = len(text) - num_held_back(text, self._stop)
+        if finish is not None:
+            end = len(text) if finish.text is None else max(0, len(finish.text) - self._num_shown)
+        self._held = text[end:]
+        self._num_shown += end
+        return text[:end]
 
 
 class Piece(NamedTuple):
@@ -92,19 +93,19 @@ class Choice:
         self.num_tokens = 0
         self._text = ChoiceText(tokenizer, params)
 
-    def feed(self, outputs: Iterable[Output]) -> Piece:
+    def feed(self, progress: Iterable[Progress]) -> Piece:
         """Take what arrived together. A failed choice fails the whole answer."""
         text = ""
         logprobs: list[TokenLogprobs] = []
-        for output in outputs:
-            self.num_tokens += len(output.token_ids)
-            self.finish = output.finish
-            if output.finish is not None and output.finish.reason is FinishReason.FAILED:
-                raise ApiError(500, output.finish.error or "the request failed", code="request_failed")
-            if output.logprobs is not None:
-                shown = len(output.token_ids) - (output.finish is not None and output.finish.stop_id is not None)
-                logprobs += output.logprobs[:shown]
-            text += self._text.push(output.token_ids, output.finish)
+        for item in progress:
+            self.num_tokens += len(item.token_ids)
+            self.finish = item.finish
+            if item.finish is not None and item.finish.reason is FinishReason.FAILED:
+                raise ApiError(500, item.finish.error or "the request failed", code="request_failed")
+            if item.logprobs is not None:
+                num_shown = len(item.token_ids) - (item.finish is not None and item.finish.stop_id is not None)
+                logprobs += item.logprobs[:num_shown]
+            text += self._text.push(item.token_ids, item.finish)
         return Piece(text, logprobs, self.finish.reason.value if self.finish is not None else None)
 
 

@@ -24,11 +24,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from faser.config import ServerOptions
+from faser.request import Progress
 from faser.server import dashboard, openapi
 from faser.server.answers import DONE, Choice, Piece, count_usage
 from faser.server.engine_client import Arrival, EngineClient, EngineGone, State
 from faser.server.figures import Figures
-from faser.server.messages import Output, Refused
+from faser.server.messages import Refused
 from faser.server.metrics import PrometheusText
 from faser.server.protocol import ApiError, ChatRequest, CompletionRequest, Model, ModelList, parse
 from faser.server.service import Call, Service
@@ -211,8 +212,8 @@ class Generation(Response):
         call = self._call
         pieces: list[list[Piece]] = [[] for _ in call.choices]
         while any(choice.finish is None for choice in call.choices):
-            for choice, outputs in _by_choice(await call.stream.take(), call.choices):
-                pieces[choice.index].append(choice.feed(outputs))
+            for choice, progress in _by_choice(await call.stream.take(), call.choices):
+                pieces[choice.index].append(choice.feed(progress))
         body = call.answerer.whole([_joined(parts) for parts in pieces], count_usage(call.prompt_sizes, call.choices))
         await Response(body, media_type=_JSON)({"type": "http"}, _nothing, send)
 
@@ -225,8 +226,8 @@ class Generation(Response):
         events = b"".join(answerer.opening(choice.index) for choice in call.choices)
         num_open = len(call.choices)
         while True:
-            for choice, outputs in arrivals:
-                events += answerer.event(choice.index, choice.feed(outputs))
+            for choice, progress in arrivals:
+                events += answerer.event(choice.index, choice.feed(progress))
                 num_open -= choice.finish is not None
             if not num_open:
                 break
@@ -259,14 +260,14 @@ _EVENT_STREAM: Message = {
 }
 
 
-def _by_choice(arrivals: Sequence[Arrival], choices: Sequence[Choice]) -> list[tuple[Choice, list[Output]]]:
+def _by_choice(arrivals: Sequence[Arrival], choices: Sequence[Choice]) -> list[tuple[Choice, list[Progress]]]:
     """What arrived, together for each choice. A refusal of one refuses the request."""
-    found: dict[int, list[Output]] = {}
+    found: dict[int, list[Progress]] = {}
     for index, message in arrivals:
         if isinstance(message, Refused):
             raise ApiError(400, message.message)
         found.setdefault(index, []).append(message)
-    return [(choices[index], outputs) for index, outputs in found.items()]
+    return [(choices[index], progress) for index, progress in found.items()]
 
 
 def _joined(pieces: Sequence[Piece]) -> Piece:

@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from faser.config import ServerOptions
-from faser.request import FinishReason, SamplingParams
+from faser.request import FinishReason, Progress, SamplingParams
 from faser.server import endings
 from faser.server.messages import (
     About,
@@ -27,7 +27,6 @@ from faser.server.messages import (
     Failed,
     Frames,
     FromEngine,
-    Output,
     Outputs,
     Refused,
     Running,
@@ -88,7 +87,7 @@ class Track:
         self.num_tokens = 0
 
 
-Arrival = tuple[int, Output | Refused]  # the choice's index, and what the engine said of it
+Arrival = tuple[int, Progress | Refused]  # the choice's index, and what the engine said of it
 
 
 class Stream:
@@ -99,7 +98,7 @@ class Stream:
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
 
-    def push(self, index: int, message: Output | Refused) -> None:
+    def push(self, index: int, message: Progress | Refused) -> None:
         self._arrivals.append((index, message))
         self._wake()
 
@@ -313,16 +312,16 @@ class EngineClient:
     def _receive_outputs(self, message: Outputs) -> None:
         now, observer, tracks = monotonic(), self._observer, self._tracks
         self._heard = now
-        for output in message.outputs:
-            track = tracks.get(output.id)
+        for item in message.progress:
+            track = tracks.get(item.request_id)
             if track is None:
                 continue  # cancelled meanwhile
-            if output.token_ids:
-                observer.gained(track, len(output.token_ids), now)
-            if output.finish is not None:
-                del tracks[output.id]
-                observer.ended(track, output.finish.reason, now)
-            track.stream.push(track.index, output)
+            if item.token_ids:
+                observer.gained(track, len(item.token_ids), now)
+            if item.finish is not None:
+                del tracks[item.request_id]
+                observer.ended(track, item.finish.reason, now)
+            track.stream.push(track.index, item)
         if message.snapshot is not None:
             observer.snapshot(message.snapshot)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from faser.request import Finish, Grammar, Progress, SamplingParams, TokenLogprobs
+from faser.request import Grammar, Progress, SamplingParams
 
 _LENGTH_BYTES = 4
 BUFFER_BYTES = 4 * 2**20  # of the socket in each direction: a busy HTTP process must not stall a step
@@ -90,15 +90,6 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     message: str
 
 
-class Output(msgspec.Struct, frozen=True, array_like=True):
-    """One request's gain in one step."""
-
-    id: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None = None
-    finish: Finish | None = None
-
-
 class Exits(msgspec.Struct, frozen=True, array_like=True):
     """What early exit did, since the engine started."""
 
@@ -146,7 +137,7 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
-    outputs: list[Output]
+    progress: list[Progress]
     snapshot: Snapshot | None = None
 
 
@@ -218,7 +209,3 @@ def unpack_params(packed: dict[str, Any]) -> SamplingParams:
     if "grammar" in values:
         values["grammar"] = Grammar(*values["grammar"])
     return SamplingParams(**values)
-
-
-def pack_progress(item: Progress) -> Output:
-    return Output(item.request_id, item.token_ids, item.logprobs, item.finish)

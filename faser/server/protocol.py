@@ -160,16 +160,11 @@ class _Sampled(_Request, frozen=True, kw_only=True):
             "max_draft": self.max_draft,
             "grammar": self.grammar(),
         }
-        grammar = given["grammar"]
-        if grammar is not None and (self.min_tokens or self.ignore_eos):
-            other = "min_tokens" if self.min_tokens else "ignore_eos"
-            message = f"{other} does not go with a constrained output, which ends when it is whole; remove it"
-            raise ApiError(400, message, param=other)
         try:
             given = {name: value for name, value in given.items() if value is not None}
             return SamplingParams(**{"temperature": 1.0, **defaults, **given, "max_tokens": max_tokens})
         except InvalidRequest as error:
-            raise ApiError(400, str(error), param=_leading_name(str(error))) from None
+            raise ApiError(400, str(error), param=leading_name(str(error))) from None
 
     def grammar(self) -> Grammar | None:
         given = self.response_format
@@ -361,8 +356,9 @@ def _checked_grammar(kind: str, text: str, param: str) -> Grammar:
         raise ApiError(400, str(error), param=param) from None
 
 
-def _leading_name(message: str) -> str | None:
-    found = re.match(r"(\w+)=", message)
+def leading_name(message: str) -> str | None:
+    """The field that a complaint of SamplingParams begins with."""
+    found = re.match(r"(\w+)[=:]", message)
     return found.group(1) if found is not None else None
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,12 +17,12 @@ from typing import Any
 
 from faser.config import ServerOptions
 from faser.errors import InvalidRequest
-from faser.request import SamplingParams
+from faser.request import SamplingParams, check_token_ids, draw_seed
 from faser.server.answers import Answerer, ChatAnswerer, Choice, CompletionAnswerer
 from faser.server.engine_client import EngineClient, EngineGone, ShuttingDown, State, Stream, Track
 from faser.server.figures import Figures
 from faser.server.messages import About
-from faser.server.protocol import ApiError, ChatRequest, CompletionRequest
+from faser.server.protocol import ApiError, ChatRequest, CompletionRequest, leading_name
 from faser.text.chat import ChatTemplate
 from faser.text.grammar import GrammarCompiler
 from faser.text.tokenizer import Tokenizer
@@ -49,7 +48,7 @@ class Call:
     includes_usage: bool
 
 
-class Served:
+class ServedModel:
     """What is served: made once from what the engine says about itself."""
 
     def __init__(self, about: About) -> None:
@@ -70,13 +69,13 @@ class Service:
         self._options = options
         self._engine = engine
         self._figures = figures
-        self._served: Served | None = None
+        self._served: ServedModel | None = None
 
     @property
     def state(self) -> str:
         return "draining" if self.draining else self._engine.state.value
 
-    def served(self) -> Served:
+    def served(self) -> ServedModel:
         """What is served now, or the 503 that says why nothing is."""
         about = self._engine.about
         if self.draining:
@@ -86,7 +85,7 @@ class Service:
             seconds = self._start_seconds()
             raise _busy(f"the engine is {self._engine.state.value}; try again in {seconds} s", seconds)
         if self._served is None or self._served.about is not about:
-            self._served = Served(about)
+            self._served = ServedModel(about)
         return self._served
 
     # ── the two kinds of request ─────────────────────────────────────────────────────────────────────────────────────
@@ -128,7 +127,7 @@ class Service:
         answerer = ChatAnswerer(served.about.model, served.tokenizer, num_logprobs is not None)
         return self._submit(request, [prompt], params, answerer, served, arrived)
 
-    def _admitting(self, request: CompletionRequest | ChatRequest) -> Served:
+    def _admitting(self, request: CompletionRequest | ChatRequest) -> ServedModel:
         """What is served, if there is room at all: a full server need not read prompts."""
         served = self.served()
         _check_model(request.model, served.about)
@@ -137,16 +136,16 @@ class Service:
 
     # ── prompts ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _prompt_ids(self, prompt: str | list[int], served: Served) -> list[int]:
+    def _prompt_ids(self, prompt: str | list[int], served: ServedModel) -> list[int]:
         if isinstance(prompt, str):
             return self._encode(prompt, served, "prompt", add_special_tokens=True)
-        vocab_size = served.about.vocab_size
-        unknown = next((token for token in prompt if token >= vocab_size), None)
-        if unknown is not None:
-            raise ApiError(400, f"prompt: {unknown} is no token id; expected 0 to {vocab_size - 1}", param="prompt")
+        try:
+            check_token_ids("prompt", prompt, served.about.vocab_size)
+        except InvalidRequest as error:
+            raise ApiError(400, str(error), param="prompt") from None
         return self._check_size(prompt, served.about, "prompt")
 
-    def _chat_ids(self, messages: list[dict[str, Any]], served: Served) -> list[int]:
+    def _chat_ids(self, messages: list[dict[str, Any]], served: ServedModel) -> list[int]:
         if served.template is None:
             raise ApiError(
                 400,
@@ -160,7 +159,7 @@ class Service:
             raise ApiError(400, str(error), param="messages") from None
         return self._encode(text, served, "messages", add_special_tokens=False)
 
-    def _encode(self, text: str, served: Served, param: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, served: ServedModel, param: str, *, add_special_tokens: bool) -> list[int]:
         tokenizer = self._check_length(len(text), served, param)
         try:
             token_ids = tokenizer.encode(text, add_special_tokens)
@@ -168,7 +167,7 @@ class Service:
             raise ApiError(400, f"{param}: {error}", param=param) from None
         return self._check_size(token_ids, served.about, param)
 
-    def _check_length(self, num_characters: int, served: Served, param: str) -> Tokenizer:
+    def _check_length(self, num_characters: int, served: ServedModel, param: str) -> Tokenizer:
         """A text that is surely too long is not worth tokenising to know by how much."""
         if served.tokenizer is None:
             raise ApiError(400, f"{param}: the model has no tokenizer; send token ids to /v1/completions", param=param)
@@ -207,19 +206,18 @@ class Service:
 
     # ── parameters and admission ─────────────────────────────────────────────────────────────────────────────────────
 
-    async def _params(self, params: SamplingParams, served: Served) -> SamplingParams:
-        vocab_size = served.about.vocab_size
-        for name, named in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
-            unknown = next((token for token in named if token >= vocab_size), None)
-            if unknown is not None:
-                raise ApiError(400, f"{name}: {unknown} is no token id; expected 0 to {vocab_size - 1}", param=name)
+    async def _params(self, params: SamplingParams, served: ServedModel) -> SamplingParams:
+        try:
+            params.check_vocabulary(served.about.vocab_size)
+        except InvalidRequest as error:
+            raise ApiError(400, str(error), param=leading_name(str(error))) from None
         if params.stop and served.tokenizer is None:
             raise ApiError(400, "stop: the model has no tokenizer; use stop_token_ids", param="stop")
         if params.grammar is not None:
             await self._check_grammar(params, served)
         return params
 
-    async def _check_grammar(self, params: SamplingParams, served: Served) -> None:
+    async def _check_grammar(self, params: SamplingParams, served: ServedModel) -> None:
         param = "response_format" if params.grammar is not None and params.grammar.kind != "regex" else (
             "structured_outputs.regex")  # fmt: skip
         grammars = served.grammars
@@ -238,14 +236,13 @@ class Service:
         prompts: list[list[int]],
         params: SamplingParams,
         answerer: Answerer,
-        served: Served,
+        served: ServedModel,
         arrived: float,
     ) -> Call:
         self._check_room(served.about, request.num_choices, len(prompts))
         asked = [(prompt, params, seed) for prompt in prompts for seed in _seeds(params, request.num_choices)]
-        ends = () if params.ignore_eos else served.about.end_ids
         try:
-            stream, tracks = self._engine.submit(asked, [*ends, *params.stop_token_ids], arrived)
+            stream, tracks = self._engine.submit(asked, sorted(params.stop_ids(served.about.end_ids)), arrived)
         except EngineGone as error:
             raise _busy(str(error), self._start_seconds()) from None
         choices = [Choice(index, served.tokenizer, params) for index in range(len(asked))]
@@ -308,11 +305,11 @@ async def _in_thread(function: Callable[..., None], *args: Any) -> None:
 
 def _seeds(params: SamplingParams, number: int) -> list[int]:
     """The first choice has the request's own seed, so asking for more does not change it."""
-    first = secrets.randbits(64) if params.seed is None else params.seed
+    first = draw_seed(params.seed)
     return [(first + i * _SEED_STEP) % 2**64 for i in range(number)]
 
 
-def _echoed(prompt: str | list[int], served: Served) -> str:
+def _echoed(prompt: str | list[int], served: ServedModel) -> str:
     if isinstance(prompt, str):
         return prompt
     return served.tokenizer.decode(prompt) if served.tokenizer is not None else ""

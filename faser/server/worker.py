@@ -36,7 +36,6 @@ from faser.server.messages import (
     Start,
     ToEngine,
     frame,
-    pack_progress,
     unpack_params,
 )
 from faser.text.tokenizer import StopChecker, Tokenizer
@@ -168,7 +167,7 @@ class Worker:
             snapshot = take_snapshot(self._engine, now, self._step_failures) if due else None
             if due:
                 self._last_snapshot = now
-            self._write(Outputs([pack_progress(item) for item in progress], snapshot))
+            self._write(Outputs(progress, snapshot))
 
     def _tell_running(self) -> None:
         """At once, because a step can take seconds."""

@@ -259,7 +259,7 @@ class StopChecker:
         """How many trailing characters of `text` may still change or be the beginning of a stop string."""
         if self._cut is not None:
             return 0
-        return len(self.text) - len(self._certain) + _overlap(self._certain, self._stop)
+        return len(self.text) - len(self._certain) + num_held_back(self._certain, self._stop)
 
     def _visible(self) -> str:
         """The text to search: with the characters that are whole by now, even if a later byte could spoil them."""
@@ -273,8 +273,8 @@ class StopChecker:
         return min((start for start in starts if start >= 0), default=None)
 
 
-def _overlap(text: str, stop: Sequence[str]) -> int:
-    """The length of the longest end of `text` that is a beginning, not the whole, of a stop string."""
+def num_held_back(text: str, stop: Sequence[str]) -> int:
+    """Characters at the end of `text` that may be the beginning of a stop string: the longest such end counts."""
     longest = min(len(text), max(map(len, stop), default=1) - 1)
     for length in range(longest, 0, -1):
         if any(length < len(s) and s.startswith(text[-length:]) for s in stop):

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from faser.config import ServerOptions
-from faser.request import Finish, FinishReason, SamplingParams, Stats
+from faser.request import Finish, FinishReason, Progress, SamplingParams, Stats
 from faser.server import engine_client
 from faser.server.engine_client import EngineClient, EngineGone, ShuttingDown, State
 from faser.server.figures import Figures
-from faser.server.messages import About, Output, Outputs, Running
+from faser.server.messages import About, Outputs, Running
 from faser.server.protocol import ApiError
 from faser.server.service import Service
 
@@ -43,7 +43,7 @@ def submit(client: EngineClient, number: int):
 
 def end(client: EngineClient, track) -> None:
     finish = Finish(FinishReason.STOP, Stats())
-    client._receive(Outputs([Output(track.id, [3], None, finish)]))
+    client._receive(Outputs([Progress(track.id, [3], None, finish)]))
 
 
 def test_requests_wait_until_the_engine_says_that_they_run():

@@ -59,10 +59,10 @@ class Link:
                 self.take(message)
 
     def take(self, message: Outputs) -> None:
-        for output in message.outputs:
-            self.tokens.setdefault(output.id, []).extend(output.token_ids)
-            if output.finish is not None:
-                self.ends[output.id] = output.finish
+        for item in message.progress:
+            self.tokens.setdefault(item.request_id, []).extend(item.token_ids)
+            if item.finish is not None:
+                self.ends[item.request_id] = item.finish
         self.snapshot = message.snapshot or self.snapshot
 
     def until(self, condition) -> None:

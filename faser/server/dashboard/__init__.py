@@ -22,12 +22,12 @@ RATE_STEPS = 3  # rates are taken over as many steps at least, because a step ca
 RATE_SECONDS = 120.0  # and over no more than this
 
 
-class _Point:
+class _Second:
     """One second of the past."""
 
     __slots__ = ("counted", "monotonic", "num_restarts", "running", "snapshot", "time", "waiting")
 
-    def __init__(self, figures: Figures, engine: EngineClient, before: _Point | None) -> None:
+    def __init__(self, figures: Figures, engine: EngineClient, before: _Second | None) -> None:
         self.time, self.monotonic = time(), monotonic()
         self.num_restarts = engine.num_restarts  # totals of two engines are not to be subtracted
         self.running, self.waiting = engine.num_running, engine.num_waiting
@@ -52,11 +52,11 @@ class Dashboard:
         self._figures = figures
         self._engine = engine
         self._started = monotonic()
-        self._points: deque[_Point] = deque([_Point(figures, engine, None)], maxlen=HISTORY_SECONDS + 1)
+        self._points: deque[_Second] = deque([_Second(figures, engine, None)], maxlen=HISTORY_SECONDS + 1)
 
     def tick(self) -> None:
         """Once a second."""
-        self._points.append(_Point(self._figures, self._engine, self._points[-1]))
+        self._points.append(_Second(self._figures, self._engine, self._points[-1]))
 
     def data(self, state: str) -> dict[str, Any]:
         lengths = self._gained("lengths", self._lengths_seconds())
@@ -199,7 +199,7 @@ def _age(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
-def _row(points: Sequence[_Point], index: int) -> dict[str, Any]:
+def _row(points: Sequence[_Second], index: int) -> dict[str, Any]:
     """A point of the charts. Rates are those of a window that ends with the last step before the point."""
     before, after = points[_window_start(points, index)], points[index]
     row: dict[str, Any] = {
@@ -237,7 +237,7 @@ def _gain(name: str, was: Snapshot | None, now: Snapshot) -> Any:
     return getattr(now, name) - (getattr(was, name) if was is not None else 0)
 
 
-def _window_start(points: Sequence[_Point], index: int) -> int:
+def _window_start(points: Sequence[_Second], index: int) -> int:
     """The latest earlier point from which there were several steps up to this one, or at which nothing was open."""
     after = points[index]
     for start in range(index - 1, -1, -1):
