@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from faser import LLM, SamplingParams
+from faser.config import DEFAULT_DRAFT
 from faser.engine.stats import EngineStats
-from faser.models.source import DEFAULT_DRAFT
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 

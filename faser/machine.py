@@ -1,4 +1,4 @@
-"""FASER's version, the processor's name and the memory of this machine; and files that are never half written."""
+"""FASER's version; devices, processor and memory of this machine; and files that are never half written."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+DEVICES = ("auto", "cpu", "cuda")  # values of the device option
 
 
 def faser_version() -> str:

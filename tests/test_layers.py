@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 # From low to high. Modules of one layer may import each other.
 LAYERS = (
     ("errors", "arrays", "extras", "machine", "progress", "threads"),
-    ("request",),
+    ("request", "limits", "rules"),
     ("step",),
     ("cost",),
     ("policy",),
@@ -34,7 +34,6 @@ KNOWN: set[tuple[str, str]] = {
     ("faser/bench/command.py", "faser.cli"),
     ("faser/engine/engine.py", "faser.text.tokenizer"),
     ("faser/engine/scheduler.py", "faser.text.tokenizer"),
-    ("faser/runtime/device.py", "faser.config"),
     ("faser/sim/clock.py", "faser.bench.play"),
     ("faser/sim/cluster.py", "faser.bench.play"),
     ("faser/sim/cluster.py", "faser.bench.records"),

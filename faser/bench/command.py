@@ -55,7 +55,7 @@ from faser.bench.workload import (
     save_workload,
 )
 from faser.cli import arguments
-from faser.config import API_KEY_VARIABLE, DEFAULT_POLICY, NO_DRAFT, EngineOptions
+from faser.config import API_KEY_VARIABLE, DEFAULT_POLICY, EngineOptions, resolve_draft
 from faser.errors import ConfigError
 from faser.policy import MAX_LENGTH, make_policy
 from faser.progress import progress_bar
@@ -208,7 +208,7 @@ def _numbers(option: str, text: str | None) -> list[float]:
 
 
 def _policies(args: argparse.Namespace) -> tuple[str, ...]:
-    has_draft = args.draft != NO_DRAFT and (args.draft is not None or args.model is None)
+    has_draft = resolve_draft(args.model, args.draft) is not None
     text = args.policies or (f"off,{DEFAULT_POLICY}" if has_draft else "off")
     names = expand_policies(text)
     for name in names:
