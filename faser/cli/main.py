@@ -1,6 +1,6 @@
 """The command line. Parses first and imports later, so that --help answers at once.
 
-Knows the commands and how they end: the exit status, and errors in one line. Their options are in arguments.py.
+Knows the commands, their exit status, and how an error becomes one line. Their options are in arguments.py.
 """
 
 from __future__ import annotations
@@ -64,21 +64,21 @@ def _report(text: str, status: int, program: str = "faser") -> int:
 
 
 def _tolerate_encodings() -> None:
-    """Show what a terminal's encoding lacks, and read what is none, as replacement characters, not as an error."""
+    """Write characters that the terminal cannot show, and read bytes that are no characters, as replacements."""
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
 def _discard_output() -> None:
-    """The reader has gone; Python would still flush on its way out, and complain."""
+    """The reader of the pipe has gone: without this, Python would fail to flush at exit and report it."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = arguments.Parser(prog="faser", description="Speculative decoding that never changes the output.")
-    parser.add_argument("--version", action=_Version, help="print the version and leave")
+    parser.add_argument("--version", action=_Version, help="print the version and exit")
     arguments.add_debug(parser, default=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
 
@@ -95,7 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_generate)
     _add_generate_arguments(generate)
 
-    bench = commands.add_parser("bench", help="measure policies, or a server, under real traffic")
+    bench = commands.add_parser("bench", help="measure policies, or a server, under realistic traffic")
     bench.set_defaults(run=_bench)
     arguments.add_bench(bench)
 
@@ -103,7 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
     profile.set_defaults(run=_profile)
     arguments.add_profile(profile)
 
-    simulate = commands.add_parser("simulate", help="play traffic through simulated GPUs, one or a thousand")
+    simulate = commands.add_parser("simulate", help="play traffic through simulated GPUs, from one to thousands")
     simulate.set_defaults(run=_simulate)
     arguments.add_simulate(simulate)
 
@@ -165,7 +165,7 @@ def _chat(args: argparse.Namespace) -> int:
 
 
 def _sampling_defaults(args: argparse.Namespace, fallback: dict[str, Any]) -> dict[str, Any]:
-    """For options that were not given: what the model recommends, else `fallback`."""
+    """For options that were not given: the model's recommendation, else `fallback`."""
     from faser.models.source import recommended_sampling
 
     recommended = recommended_sampling(args.model, args.generation_config)
@@ -174,7 +174,7 @@ def _sampling_defaults(args: argparse.Namespace, fallback: dict[str, Any]) -> di
 
 
 def _make_chat_llm(args: argparse.Namespace) -> LLM:
-    """With a template that is known to work before the first weight is read."""
+    """An LLM whose chat template is known to compile before the first weight is read."""
     from faser.errors import ConfigError
     from faser.models.source import open_target
 
@@ -208,16 +208,16 @@ def _generate(args: argparse.Namespace) -> int:
 
     require("engine")
     if args.logprobs is not None and not args.json:
-        raise ConfigError("--logprobs has nowhere to go without --json; add it")
+        raise ConfigError("--logprobs is only printed with --json; add it")
     if args.chat_template is not None and not args.chat:
-        raise ConfigError("--chat-template has no use without --chat; add it")
+        raise ConfigError("--chat-template is only used with --chat; add it")
     defaults = _sampling_defaults(args, arguments.GENERATE_SAMPLING)
     params = arguments.sampling_params(args, defaults, args.logprobs)
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
     with _make_chat_llm(args) if args.chat else _make_llm(args) as llm:
         prompts = [llm.chat_prompt([{"role": "user", "content": text}]) for text in texts] if args.chat else texts
-        is_free = args.max_tokens is None  # then a prompt that leaves little room is no error
-        outputs = llm.generate(prompts, [llm.fitted(params, prompt) for prompt in prompts] if is_free else params)
+        is_cut = args.max_tokens is None  # to what fits after the prompt; a number that was asked for is not cut
+        outputs = llm.generate(prompts, [llm.fitted(params, prompt) for prompt in prompts] if is_cut else params)
         for number, output in enumerate(outputs):
             print(_as_json(output) if args.json else _as_text(texts[number], output, len(texts) > 1))
             if output.error is not None:
@@ -231,8 +231,8 @@ def _generate(args: argparse.Namespace) -> int:
 def _make_llm(args: argparse.Namespace, chat_template: ChatTemplate | None = None) -> LLM:
     from faser.llm import LLM
 
-    # "none": the commands give every call its parameters, and have read the model's recommendation for them. For a few
-    # answers a profile is not worth the wait; one that was kept is used.
+    # generation_config "none": every call has parameters, made from the model's recommendation. profiling "none": for a
+    # few answers a profile is not worth the wait; a saved one is used.
     fields = {**arguments.engine_fields(args), "profiling": "none"}
     return LLM(args.model, args.draft, chat_template=chat_template, generation_config="none", **fields)
 

@@ -1,7 +1,7 @@
-"""From the engine's tokens to the answer's text and JSON, for one HTTP request with one or more choices.
+"""From the engine's tokens to the text and JSON of an answer, for one HTTP request with one or more choices.
 
-Knows text, log-probabilities and OpenAI's shapes; knows no sockets. Text is handed out when it can no longer change:
-not within a character, and not while it may be the beginning of a stop string.
+Knows text, log-probabilities and OpenAI's formats; knows no sockets. Text is sent when it can no longer change: not
+within a character, and not while it may be the beginning of a stop string.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from faser.text.tokenizer import Tokenizer, make_text_stream, num_held_back
 
 _encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
-_MARK = f"text-{token_hex(16)}"  # stands for the text of an event; nothing else holds it
+_MARK = f"text-{token_hex(16)}"  # a placeholder for the text of an event; unique
 
 
 def _event(value: msgspec.Struct) -> bytes:
@@ -79,7 +79,7 @@ class ChoiceText:
 
 
 class Piece(NamedTuple):
-    """What a choice gained."""
+    """New text and log-probabilities of a choice."""
 
     text: str
     logprobs: list[TokenLogprobs]
@@ -94,7 +94,7 @@ class Choice:
         self._text = ChoiceText(tokenizer, params)
 
     def feed(self, progress: Iterable[Progress]) -> Piece:
-        """Take what arrived together. A failed choice fails the whole answer."""
+        """Take what arrived at once. A failed choice fails the whole answer."""
         text = ""
         logprobs: list[TokenLogprobs] = []
         for item in progress:
@@ -110,10 +110,10 @@ class Choice:
 
 
 class Answerer(ABC):
-    """The shape of one answer: whole, or event by event."""
+    """The format of one answer: whole, or event by event."""
 
     def __init__(self, prefix: str, model: str, tokenizer: Tokenizer | None, wants_logprobs: bool) -> None:
-        # id, creation time and model, as every answer repeats them
+        # repeated in every event
         self._id, self._created, self._model = f"{prefix}-{token_hex(12)}", int(time()), model
         self._tokenizer = tokenizer
         self._wants_logprobs = wants_logprobs
@@ -121,7 +121,7 @@ class Answerer(ABC):
 
     @abstractmethod
     def opening(self, choice: int) -> bytes:
-        """The event before the first text of a choice, where there is one."""
+        """The event before the first text of a choice; empty if there is none."""
 
     @abstractmethod
     def usage_event(self, usage: Usage) -> bytes: ...
@@ -130,9 +130,9 @@ class Answerer(ABC):
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes: ...
 
     def event(self, choice: int, piece: Piece) -> bytes:
-        """One event of a stream, or none where there is nothing to say yet.
+        """One event of a stream; empty if there is nothing to send yet.
 
-        Most events differ in their text alone, so the bytes around it are made once for each choice.
+        Most events differ in their text alone, so the bytes around it are made once per choice.
         """
         text, logprobs, finish_reason = piece
         if finish_reason or logprobs or self._wants_logprobs:
@@ -149,7 +149,7 @@ class Answerer(ABC):
     def _event(self, choice: int, piece: Piece) -> bytes: ...
 
     def _token(self, token_id: int) -> tuple[str, bytes]:
-        """A token's text and bytes. Part of a character has no text: its bytes are spelt out, as OpenAI does."""
+        """A token's text and bytes. The bytes of a part of a character are spelt out, as OpenAI does."""
         if self._tokenizer is None:
             return "", b""
         raw = self._tokenizer.token_bytes(token_id)
@@ -164,7 +164,7 @@ class CompletionAnswerer(Answerer):
         self, model: str, tokenizer: Tokenizer | None, wants_logprobs: bool, echo: Sequence[str] | None = None
     ) -> None:
         super().__init__("cmpl", model, tokenizer, wants_logprobs)
-        self._echo = echo  # the text before each choice's own
+        self._echo = echo  # the prompt's text before each choice
         self._offsets: dict[int, int] = {}  # where a choice's next token begins in its text
 
     def opening(self, choice: int) -> bytes:
@@ -197,7 +197,7 @@ class CompletionAnswerer(Answerer):
         offset = self._offsets.get(choice, len(self._echo[choice]) if self._echo is not None else 0)
         for _, raw in found:
             offsets.append(offset)
-            offset += sum(byte & 0xC0 != 0x80 for byte in raw)  # characters that begin in it
+            offset += sum(byte & 0xC0 != 0x80 for byte in raw)  # characters that begin in this token
         self._offsets[choice] = offset
         return CompletionLogprobs(
             tokens,
@@ -252,7 +252,7 @@ class ChatAnswerer(Answerer):
 
 
 def count_usage(prompts: Sequence[int], choices: Iterable[Choice]) -> Usage:
-    """Tokens of all choices; a prompt shared by several choices counts once."""
+    """Tokens of all choices. A prompt shared by several choices counts once."""
     choices = list(choices)
     ends = [choice.finish.stats for choice in choices if choice.finish is not None]
     num_output = sum(choice.num_tokens for choice in choices)

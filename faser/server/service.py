@@ -1,7 +1,7 @@
-"""What the server decides about a request before the engine sees it: is it allowed, does it fit, what does it mean.
+"""From a parsed HTTP request to a request for the engine: checks, tokens, defaults, admission.
 
-Knows the engine's limits, the tokenizer and the chat template; knows no sockets. Everything that can be refused is
-refused here, by the name of the field, before a page is taken.
+Knows the engine's limits, the tokenizer and the chat template; knows no sockets. Whatever can be refused is refused
+here, by the name of the field.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from faser.text.chat import ChatTemplate
 from faser.text.grammar import GrammarCompiler
 from faser.text.tokenizer import Tokenizer
 
-DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; chat goes on to the end of the context; a model's own default comes first
-MAX_RETRY_SECONDS = 60  # the official client ignores a longer Retry-After
-MIN_START_SECONDS = 2  # for a start that takes longer than the last one, or the first of all
-GRAMMAR_SECONDS = 5.0  # to compile one; those that are not refused beforehand take milliseconds
-_LONG_TEXT = 16_384  # characters; more are rendered and tokenised beside the event loop
-_SEED_STEP = 0x9E3779B97F4A7C15  # odd: the choices of one request have distinct seeds
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, where the model has no default; chat may fill the context
+MAX_RETRY_SECONDS = 60  # OpenAI's client ignores a longer Retry-After
+MIN_START_SECONDS = 2  # Retry-After while the engine starts, if the last start was shorter or there was none
+GRAMMAR_SECONDS = 5.0  # to compile a grammar; almost all take milliseconds
+_LONG_TEXT = 16_384  # characters; longer texts are rendered and tokenised in a thread
+_SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that the choices of one request have distinct seeds
 
 
 @dataclass(frozen=True)
 class Call:
-    """A request the engine has taken in."""
+    """A request that was sent to the engine."""
 
     stream: Stream
     tracks: list[Track]
@@ -49,7 +49,7 @@ class Call:
 
 
 class ServedModel:
-    """What is served: made once from what the engine says about itself."""
+    """The model that is served, with its tokenizer and template, made from the engine's About."""
 
     def __init__(self, about: About) -> None:
         self.about = about
@@ -76,7 +76,7 @@ class Service:
         return "draining" if self.draining else self._engine.state.value
 
     def served(self) -> ServedModel:
-        """What is served now, or the 503 that says why nothing is."""
+        """The model that is served; ApiError 503 with the reason if there is none."""
         about = self._engine.about
         if self.draining:
             message = "the server is shutting down and takes no new requests; send them to another server"
@@ -93,7 +93,7 @@ class Service:
     async def complete(self, request: CompletionRequest, arrived: float) -> Call:
         served = self._admitting(request)
         if request.echo and request.logprobs is not None:
-            raise ApiError(400, "echo with logprobs would need those of the prompt, which are not reported; give one",
+            raise ApiError(400, "echo with logprobs needs logprobs of the prompt, which are not supported; give one",
                            param="echo")  # fmt: skip
         given = request.prompts(self._max_prompt(served.about))
         self._check_room(served.about, request.num_choices, len(given))
@@ -128,7 +128,7 @@ class Service:
         return self._submit(request, [prompt], params, answerer, served, arrived)
 
     def _admitting(self, request: CompletionRequest | ChatRequest) -> ServedModel:
-        """What is served, if there is room at all: a full server need not read prompts."""
+        """The model that is served. A full server refuses before it tokenises."""
         served = self.served()
         _check_model(request.model, served.about)
         self._check_room(served.about, request.num_choices)
@@ -168,7 +168,7 @@ class Service:
         return self._check_size(token_ids, served.about, param)
 
     def _check_length(self, num_characters: int, served: ServedModel, param: str) -> Tokenizer:
-        """A text that is surely too long is not worth tokenising to know by how much."""
+        """Refuse a text that must have too many tokens, without tokenising it."""
         if served.tokenizer is None:
             raise ApiError(400, f"{param}: the model has no tokenizer; send token ids to /v1/completions", param=param)
         most = self._max_prompt(served.about) * served.tokenizer.longest_token
@@ -190,7 +190,7 @@ class Service:
     def _output_limit(
         self, about: About, num_prompt: int, asked: int | None, default: int, param: str, field: str
     ) -> int:
-        """Output tokens: as asked, or as many as fit of the default."""
+        """Output tokens: as asked, or the default cut to the room after the prompt."""
         room = about.max_tokens - num_prompt
         if asked is None:
             return min(default, room)
@@ -250,13 +250,13 @@ class Service:
         return Call(stream, tracks, choices, answerer, sizes, bool(request.stream), request.includes_usage)
 
     def gone(self, error: EngineGone) -> ApiError:
-        """The answer to a request whose engine has gone."""
+        """The error for a request whose engine has ended."""
         if isinstance(error, ShuttingDown):
             return _busy(str(error), 1, code="shutting_down")
         return _busy(str(error), self._start_seconds(), code="engine_failed")
 
     def _start_seconds(self) -> int:
-        """When the engine will be up, by how long its last start took. Clients do not heed more than a minute."""
+        """Seconds until the engine is ready, by the duration of its last start; at most MAX_RETRY_SECONDS."""
         expected = self._engine.seconds_to_start or 0.0
         return min(MAX_RETRY_SECONDS, max(MIN_START_SECONDS, math.ceil(expected)))
 
@@ -272,7 +272,7 @@ class Service:
             )
 
     def _retry_seconds(self, about: About) -> int:
-        """About when the queue will have moved: waiting requests by the rate at which running ones have ended."""
+        """Seconds until the queue has moved: waiting requests / rate at which requests end."""
         seconds = self._figures.whole.mean()
         waiting = max(1, self._engine.num_open - about.max_running)
         return min(MAX_RETRY_SECONDS, max(1, math.ceil(seconds * waiting / about.max_running)))
@@ -282,7 +282,7 @@ class Service:
 
 
 async def _in_thread(function: Callable[..., None], *args: Any) -> None:
-    """In a thread of its own that nobody waits for, neither a later request nor the end of the process."""
+    """Run a function in a thread of its own, which neither later requests nor the end of the process wait for."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 
@@ -304,7 +304,7 @@ async def _in_thread(function: Callable[..., None], *args: Any) -> None:
 
 
 def _seeds(params: SamplingParams, number: int) -> list[int]:
-    """The first choice has the request's own seed, so asking for more does not change it."""
+    """One seed per choice. The first is the request's own, so that n does not change the first choice."""
     first = draw_seed(params.seed)
     return [(first + i * _SEED_STEP) % 2**64 for i in range(number)]
 
@@ -332,7 +332,7 @@ def _too_long(given: str, most: str, param: str) -> ApiError:
 
 
 def _too_many(num_prompts: int, n: int, about: About, max_waiting: int) -> ApiError:
-    """More choices in one request than the server ever holds."""
+    """The error for more choices in one request than the server holds at a time."""
     room = about.max_running + max_waiting
     holds = f"the server holds {room} at a time ({about.max_running} running, {max_waiting} waiting)"
     given = f"{num_prompts} prompt{'s' if num_prompts > 1 else ''} × n={n} are {num_prompts * n} choices in one request"

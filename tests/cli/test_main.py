@@ -233,12 +233,12 @@ def test_a_template_that_does_not_compile_is_refused_before_the_first_message(mo
 def test_a_piped_message_that_does_not_fit_fails_with_the_remedy(model, template, monkeypatch, capsys):
     pipe(monkeypatch, "the quick brown fox " * 30)
     assert main(["chat", *model, *template]) == 1
-    assert "64 is all that fit; send a shorter message" in capsys.readouterr().err
+    assert "at most 64 fit; send a shorter message" in capsys.readouterr().err
 
 
 def test_a_template_without_chat_is_refused(model, template, capsys):
     assert main(["generate", "x", *model, *template]) == 1
-    assert "without --chat" in capsys.readouterr().err
+    assert "only used with --chat" in capsys.readouterr().err
 
 
 # ---- serve ----

@@ -54,7 +54,7 @@ def test_latency_is_per_token_however_tokens_are_grouped():
     assert (figures.output_tokens, figures.prompt_tokens, figures.ends) == (6, 5, {"stop": 1})
 
 
-def test_a_request_given_up_counts_as_cancelled_and_not_as_a_latency():
+def test_a_cancelled_request_is_counted_and_adds_no_latency():
     figures = Figures()
     figures.ended(Track("1", 0, 10.0, 5, Stream()), FinishReason.CANCELLED, 99.0)
     assert figures.ends == {"cancelled": 1}
