@@ -21,7 +21,6 @@ NGRAM = "ngram"
 NO_DRAFT = "none"  # a folder of this name is ./none
 DEFAULT_POLICY = "faser"  # with a draft
 DTYPES = ("auto", *model_config.DTYPES)
-ON_ENGINE_FAILURE = ("restart", "exit")
 PROFILING = ("quick", "full", "none")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -134,27 +133,20 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         generation.check_mode(self.generation_config)
-        expected = {
+        can_be_sent = all(key and key.isascii() and key.isprintable() for key in self.api_keys)
+        # field: (whether its value is valid, what is expected)
+        checks = {
             "port": (0 <= self.port <= 65535, "a port from 0 (any free one) to 65535"),
             "max_waiting": (self.max_waiting >= 0, "an integer of at least 0"),
             "max_body_size": (self.max_body_size >= 1, "at least 1 byte"),
-            "max_prompt_tokens": (
-                self.max_prompt_tokens is None or self.max_prompt_tokens >= 1,
-                "an integer of at least 1",
-            ),
+            "max_prompt_tokens": (self.max_prompt_tokens is None or self.max_prompt_tokens >= 1, "at least 1"),
             "engine_timeout": (self.engine_timeout > 0, "seconds above 0"),
-            "grace": (0 <= self.grace < float("inf"), "seconds, 0 or more"),
-            "on_engine_failure": (
-                self.on_engine_failure in ON_ENGINE_FAILURE,
-                f"one of {', '.join(ON_ENGINE_FAILURE)}",
-            ),
+            "grace": (0 <= self.grace < inf, "seconds, 0 or more"),
+            "on_engine_failure": (self.on_engine_failure in ("restart", "exit"), "restart or exit"),
             "log_level": (self.log_level in LOG_LEVELS, f"one of {', '.join(LOG_LEVELS)}"),
-            "api_keys": (
-                all(key and key.isascii() and key.isprintable() for key in self.api_keys),
-                "keys of printable ASCII characters",
-            ),
+            "api_keys": (can_be_sent, "keys of printable ASCII characters"),
         }
-        for name, (valid, what) in expected.items():
+        for name, (valid, expected) in checks.items():
             if not valid:
                 shown = "(not shown)" if name == "api_keys" else repr(getattr(self, name))
-                raise ConfigError(f"{name}={shown}: expected {what}")
+                raise ConfigError(f"{name}={shown}: expected {expected}")

@@ -143,20 +143,14 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
 
 def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of EngineOptions, which `LLM` takes too."""
+    names = (
+        "policy", "device", "dtype", "max_model_len", "max_running", "max_batch_tokens", "max_step_ms", "page_size",
+        "profile", "early_exit", "overlap",
+    )  # fmt: skip
     return {
-        "policy": args.policy,
-        "device": args.device,
-        "dtype": args.dtype,
-        "max_model_len": args.max_model_len,
-        "max_running": args.max_running,
-        "max_batch_tokens": args.max_batch_tokens,
-        "max_step_ms": args.max_step_ms,
-        "page_size": args.page_size,
+        **{name: getattr(args, name) for name in names},
         "kv_memory": None if args.kv_memory is None else _num_bytes("--kv-memory", args.kv_memory, 2**30),
         "prefix_caching": not args.no_prefix_caching,
-        "profile": args.profile,
-        "early_exit": args.early_exit,
-        "overlap": args.overlap,
     }
 
 
@@ -201,19 +195,12 @@ def sampling_params(
     """The given options; `defaults` for the others."""
     from faser.request import SamplingParams
 
-    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    names = (
+        "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos",
+        "presence_penalty", "frequency_penalty", "repetition_penalty", "max_draft",
+    )  # fmt: skip
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return SamplingParams(
-        **{**defaults, **given},
-        min_tokens=args.min_tokens,
-        seed=args.seed,
-        stop=args.stop,
-        ignore_eos=args.ignore_eos,
-        presence_penalty=args.presence_penalty,
-        frequency_penalty=args.frequency_penalty,
-        logprobs=logprobs,
-        max_draft=args.max_draft,
-    )
+    return SamplingParams(**{**defaults, **given}, logprobs=logprobs)
 
 
 def add_chat_template(parser: argparse.ArgumentParser) -> None:
@@ -274,25 +261,17 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
     from faser.config import API_KEY_VARIABLE, EngineOptions, ServerOptions
 
     key = os.environ.get(API_KEY_VARIABLE)
+    names = (
+        "model", "draft", "host", "port", "served_model_name", "open_metrics", "max_waiting", "max_prompt_tokens",
+        "grace", "on_engine_failure", "engine_timeout", "generation_config", "log_level",
+    )  # fmt: skip
     return ServerOptions(
-        model=args.model,
-        draft=args.draft,
+        **{name: getattr(args, name) for name in names},
         engine=EngineOptions(**engine_fields(args)),
-        host=args.host,
-        port=args.port,
-        served_model_name=args.served_model_name,
         api_keys=(*args.api_key, *([key] if key else [])),
-        open_metrics=args.open_metrics,
-        max_waiting=args.max_waiting,
         max_body_size=_num_bytes("--max-body-size", args.max_body_size, 2**20),
-        max_prompt_tokens=args.max_prompt_tokens,
         cors_origins=tuple(args.cors_origin),
-        grace=args.grace,
-        on_engine_failure=args.on_engine_failure,
-        engine_timeout=args.engine_timeout,
         chat_template=chat_template_text(args),
-        generation_config=args.generation_config,
-        log_level=args.log_level,
     )
 
 
