@@ -117,7 +117,7 @@ class Answerer(ABC):
         self._id, self._created, self._model = f"{prefix}-{token_hex(12)}", int(time()), model
         self._tokenizer = tokenizer
         self._wants_logprobs = wants_logprobs
-        self._around: dict[int, tuple[bytes, bytes]] = {}
+        self._envelopes: dict[int, tuple[bytes, bytes]] = {}
 
     @abstractmethod
     def opening(self, choice: int) -> bytes:
@@ -139,10 +139,10 @@ class Answerer(ABC):
             return self._event(choice, piece)
         if not text:
             return b""
-        if choice not in self._around:
+        if choice not in self._envelopes:
             before, _, after = self._event(choice, Piece(_MARK, [], None)).partition(_encode(_MARK))
-            self._around[choice] = before, after
-        before, after = self._around[choice]
+            self._envelopes[choice] = before, after
+        before, after = self._envelopes[choice]
         return before + _encode(text) + after
 
     @abstractmethod

@@ -196,7 +196,7 @@ class Generation(Response):
         except ApiError as error:
             await self._fail(error, send)
         except EngineGone as error:
-            await self._fail(self._service.gone(error), send)
+            await self._fail(self._service.engine_error(error), send)
         except Disconnected:
             log.debug("a client disconnected")
         finally:

@@ -139,8 +139,8 @@ class EngineClient:
         self._process: subprocess.Popen[bytes] | None = None
         self._closing = False
         self._was_hung = False  # the engine that ended last was killed as hung
-        self._heard = monotonic()  # when the engine last sent a frame, or got its first request
-        self._start_began = monotonic()
+        self._last_frame = monotonic()  # when the engine last sent a frame, or got its first request
+        self._start_time = monotonic()
         self._start_seconds: float | None = None  # of the last start that succeeded
 
     @property
@@ -162,7 +162,7 @@ class EngineClient:
         """Seconds left of the current start, if it takes as long as the last one; None before the first has ended."""
         if self._start_seconds is None:
             return None
-        return self._start_seconds - (monotonic() - self._start_began)
+        return self._start_seconds - (monotonic() - self._start_time)
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -178,7 +178,7 @@ class EngineClient:
             tracks.append(track)
             frames.append(frame(Add(track.id, prompt, pack_params(params), seed, list(stop_ids))))
         if not self._tracks:
-            self._heard = monotonic()
+            self._last_frame = monotonic()
         self._tracks.update((track.id, track) for track in tracks)
         self._transport.write(b"".join(frames))
         return stream, tracks
@@ -200,7 +200,7 @@ class EngineClient:
 
     def check_alive(self) -> None:
         """Kill a hung engine. An engine with open requests sends a frame after every step: long silence means hung."""
-        silent = monotonic() - self._heard
+        silent = monotonic() - self._last_frame
         if self.num_open and self.state is State.READY and silent > self._options.engine_timeout:
             log.error("the engine has been silent for %.0f s; killing it", silent)
             if self._process is not None:
@@ -269,7 +269,7 @@ class EngineClient:
         self._observer.snapshot(None)
         if not self._closing and self.failure is None:
             self.state = State.RESTARTING
-            self._start_began = monotonic()
+            self._start_time = monotonic()
 
     async def close(self) -> None:
         """End the engine: its process ends when its socket closes."""
@@ -306,12 +306,12 @@ class EngineClient:
             self.failure = message.message
         else:
             self.about, self.state = message, State.READY
-            self._start_seconds = monotonic() - self._start_began
+            self._start_seconds = monotonic() - self._start_time
             self.ready.set()
 
     def _receive_outputs(self, message: Outputs) -> None:
         now, observer, tracks = monotonic(), self._observer, self._tracks
-        self._heard = now
+        self._last_frame = now
         for item in message.progress:
             track = tracks.get(item.request_id)
             if track is None:

@@ -56,11 +56,11 @@ class Figures:
         self.first_token = Histogram(TTFT_BUCKETS)
         self.between_tokens = Histogram(TOKEN_BUCKETS)
         self.per_token = Histogram(TOKEN_BUCKETS)
-        self.whole = Histogram(REQUEST_BUCKETS)
+        self.request_seconds = Histogram(REQUEST_BUCKETS)
         self.prompt_sizes = Histogram(SIZE_BUCKETS)
         self.output_sizes = Histogram(SIZE_BUCKETS)
         self.latest: Snapshot | None = None
-        self.recent_first: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)  # (when, seconds)
+        self.recent_first_token: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)  # (when, seconds)
         self.recent_per_token: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)
 
     def gained(self, track: Track, num_tokens: int, now: float) -> None:
@@ -68,7 +68,7 @@ class Figures:
         if track.first is None:
             track.first = now
             self.first_token.add(now - track.arrived)
-            self.recent_first.append((now, now - track.arrived))
+            self.recent_first_token.append((now, now - track.arrived))
             num_later = num_tokens - 1  # arrived with the first one
             if num_later:
                 self.between_tokens.add(0.0, num_later)
@@ -83,7 +83,7 @@ class Figures:
         self.prompt_sizes.add(track.num_prompt)
         self.output_sizes.add(track.num_tokens)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.whole.add(now - track.arrived)
+            self.request_seconds.add(now - track.arrived)
             if track.first is not None and track.num_tokens > 1:
                 seconds = (now - track.first) / (track.num_tokens - 1)
                 self.per_token.add(seconds)

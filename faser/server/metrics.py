@@ -73,7 +73,7 @@ class PrometheusText:
             ("vllm:time_to_first_token_seconds", "Arrival to first token", figures.first_token),
             ("vllm:inter_token_latency_seconds", "Time between tokens", figures.between_tokens),
             ("vllm:request_time_per_output_token_seconds", "Mean time between a request's tokens", figures.per_token),
-            ("vllm:e2e_request_latency_seconds", "Arrival to end", figures.whole),
+            ("vllm:e2e_request_latency_seconds", "Arrival to end", figures.request_seconds),
             ("vllm:request_prompt_tokens", "Prompt sizes", figures.prompt_sizes),
             ("vllm:request_generation_tokens", "Output sizes", figures.output_sizes),
         ):

@@ -249,7 +249,7 @@ class Service:
         sizes = [len(prompt) for prompt in prompts]
         return Call(stream, tracks, choices, answerer, sizes, bool(request.stream), request.includes_usage)
 
-    def gone(self, error: EngineGone) -> ApiError:
+    def engine_error(self, error: EngineGone) -> ApiError:
         """The error for a request whose engine has ended."""
         if isinstance(error, ShuttingDown):
             return _busy(str(error), 1, code="shutting_down")
@@ -273,7 +273,7 @@ class Service:
 
     def _retry_seconds(self, about: About) -> int:
         """Seconds until the queue has moved: waiting requests / rate at which requests end."""
-        seconds = self._figures.whole.mean()
+        seconds = self._figures.request_seconds.mean()
         waiting = max(1, self._engine.num_open - about.max_running)
         return min(MAX_RETRY_SECONDS, max(1, math.ceil(seconds * waiting / about.max_running)))
 

@@ -77,8 +77,8 @@ def test_open_requests_are_told_whether_the_engine_failed_or_the_server_was_shut
         client.fail_all(kind, "the reason")
         first, second = asyncio.run(errors_of(streams))
         assert first is not second, "each is raised in a task of its own"
-        assert f'"code":"{code}"' in service.gone(first).body.decode()
-        assert "the reason" in service.gone(second).body.decode()
+        assert f'"code":"{code}"' in service.engine_error(first).body.decode()
+        assert "the reason" in service.engine_error(second).body.decode()
 
 
 def test_a_restart_is_expected_to_take_as_long_as_the_last_start(monkeypatch):
@@ -98,7 +98,7 @@ def test_a_restart_is_expected_to_take_as_long_as_the_last_start(monkeypatch):
     client._lose()
     clock[0] += 10
     assert refusal() == ("26", "the engine is restarting; try again in 26 s")
-    assert service.gone(EngineGone("gone")).headers["Retry-After"] == "26"
+    assert service.engine_error(EngineGone("gone")).headers["Retry-After"] == "26"
     clock[0] += 100
     assert refusal()[0] == "2", "it takes longer than the last one"
 

@@ -103,7 +103,7 @@ def _byte_level(header: GgufFile, vocabulary: GgufVocabulary) -> tokenizers.Toke
             f"{header.path}: tokenizer.ggml.pre={name!r} is not supported; expected one of {', '.join(SPLITS)}"
         )
     split = SPLITS[name]
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary.ids, merges=_pairs(header, vocabulary.merges)))
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary.ids, merges=_merge_pairs(header, vocabulary.merges)))
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
     backend.pre_tokenizer = (
         spell
@@ -117,7 +117,7 @@ def _byte_level(header: GgufFile, vocabulary: GgufVocabulary) -> tokenizers.Toke
 def _sentence_piece(header: GgufFile, vocabulary: GgufVocabulary) -> tokenizers.Tokenizer:
     """SentencePiece's kind: characters merged by score; characters without a token become bytes."""
     add_space = header.fields.flag("tokenizer.ggml.add_space_prefix", True)
-    merges = _pairs(header, vocabulary.merges) if vocabulary.merges else _merges_by_score(header, vocabulary)
+    merges = _merge_pairs(header, vocabulary.merges) if vocabulary.merges else _merges_by_score(header, vocabulary)
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary.ids, merges=merges, fuse_unk=True, byte_fallback=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(
         replacement=_SPACE, prepend_scheme="first" if add_space else "never", split=False
@@ -127,7 +127,7 @@ def _sentence_piece(header: GgufFile, vocabulary: GgufVocabulary) -> tokenizers.
     return backend
 
 
-def _pairs(header: GgufFile, merges: Sequence[str]) -> list[tuple[str, str]]:
+def _merge_pairs(header: GgufFile, merges: Sequence[str]) -> list[tuple[str, str]]:
     pairs = [tuple(merge.split(" ")) for merge in merges]
     wrong = next((pair for pair in pairs if len(pair) != 2), None)
     if wrong is not None:

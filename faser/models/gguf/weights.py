@@ -108,11 +108,11 @@ def _copy(
         stop = min(start + rows_per_piece, num_rows)
         values = read_rows(file, path, tensor, start, stop)
         if interleaved_head_dim is not None:
-            values = _halves(values, interleaved_head_dim)
+            values = _deinterleave(values, interleaved_head_dim)
         (destination if is_vector else destination[start:stop]).copy_(values)  # one norm fills the rows of all heads
         yield tensor.num_bytes if is_vector else (stop - start) * tensor.row_bytes
 
 
-def _halves(values: Tensor, head_dim: int) -> Tensor:
+def _deinterleave(values: Tensor, head_dim: int) -> Tensor:
     """Reorder the rows of each head from x0 y0 x1 y1 … to x0 x1 … y0 y1 …, the order of Hugging Face and FASER."""
     return values.view(-1, head_dim // 2, 2, *values.shape[1:]).transpose(1, 2).reshape(values.shape)

@@ -90,7 +90,7 @@ class Dashboard:
     def _now(self) -> dict[str, Any]:
         snapshot, about = self._figures.latest, self._engine.about
         pages = about.num_pages if about is not None else 1
-        first, per_token = (_recent(r) for r in (self._figures.recent_first, self._figures.recent_per_token))
+        first, per_token = (_recent(r) for r in (self._figures.recent_first_token, self._figures.recent_per_token))
         last = _row(list(self._points), len(self._points) - 1)
         now: dict[str, Any] = {
             "running": self._engine.num_running, "waiting": self._engine.num_waiting,
