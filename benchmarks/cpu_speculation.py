@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from faser import LLM, SamplingParams
+from faser.config import DEFAULT_DRAFT
 from faser.engine.stats import EngineStats
-from faser.models.source import DEFAULT_DRAFT
 from faser.traffic.prompts import SHIPPED
 from faser.traffic.traces import open_text
 

@@ -41,9 +41,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from faser.build import LoadedPair, build_engine, load_pair
-from faser.config import EngineOptions
+from faser.config import DEFAULT_DRAFT, EngineOptions
 from faser.engine.engine import Engine
-from faser.models.source import DEFAULT_DRAFT, default_target
+from faser.models.source import default_target
 from faser.models.transformer import Transformer
 from faser.policy import Fixed
 from faser.request import Request, SamplingParams

@@ -1,6 +1,6 @@
 """FASER: an LLM server that manages speculative decoding per request and per phase, and never changes the output.
 
-Importing this package imports nothing else: a name is loaded when it is first touched, and torch only with `LLM`.
+Importing this package imports nothing else: a name is loaded when it is first used, and torch only with `LLM`.
 """
 
 from importlib import import_module
@@ -17,8 +17,10 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'faser' has no attribute {name!r}")
     if name == "LLM":
+        from faser.extras import require
         from faser.threads import prepare_openmp
 
+        require("engine")
         prepare_openmp()  # before torch loads
         return import_module("faser.llm").LLM
     return getattr(import_module("faser.request"), name)

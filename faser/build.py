@@ -1,6 +1,6 @@
-"""Puts the parts together: models on a device, pages, scheduler, executor, engine.
+"""Builds an engine: models on a device, KV pages, scheduler, executor, profile.
 
-Everything that can be refused is refused before the first weight is loaded.
+Whatever can be refused is refused before the first weight is loaded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from faser.config import NGRAM, NO_DRAFT, EngineOptions
+from faser.config import NGRAM, EngineOptions, resolve_draft
 from faser.cost.profile import Profile
 from faser.cost.profiled_cost import ProfiledCost
 from faser.engine.engine import Engine, Executor
@@ -25,7 +25,7 @@ from faser.errors import ConfigError, ModelError
 from faser.limits import HARD_MAX_LENGTH, Limits
 from faser.models import weights
 from faser.models.config import ModelConfig
-from faser.models.source import DEFAULT_DRAFT, PatchSource, Source, open_draft, open_target
+from faser.models.source import PatchSource, Source, open_draft, open_target
 from faser.models.transformer import Transformer
 from faser.policy import Policy
 from faser.policy.early_exit import EarlyExit
@@ -43,14 +43,14 @@ from faser.runtime.sampling import Sampler
 from faser.text.grammar import shared_compiler
 from faser.text.tokenizer import Tokenizer
 
-log = logging.getLogger("faser.engine.engine")
+log = logging.getLogger("faser.engine")
 
-Draft = Transformer | str | None  # a model, NGRAM, or none
+Draft = Transformer | str | None  # a model, NGRAM, or no draft
 
 
 @dataclass(frozen=True)
 class LoadedPair:
-    """Models in memory, and the tokenizer they share (None where there is no file of it)."""
+    """Models in memory, and their tokenizer; None where the model comes without one."""
 
     target: Transformer
     draft: Draft
@@ -60,12 +60,9 @@ class LoadedPair:
 def load_pair(model: str | Transformer | None, draft: Draft, options: EngineOptions) -> LoadedPair:
     """A target and its draft: found, checked, loaded. Models in memory are taken as they are.
 
-    Naming no model means the default pair; then the draft may still be another, or NO_DRAFT.
+    `resolve_draft` says what a draft that is not given means. No model is the default one.
     """
-    if model is None and draft is None:
-        draft = str(DEFAULT_DRAFT)
-    if draft == NO_DRAFT:
-        draft = None
+    draft = resolve_draft(model, draft)
     options.make_policy(has_draft=draft is not None)
     _given_profile(options)
     if isinstance(model, Transformer):
@@ -120,7 +117,7 @@ def _dtype(options: EngineOptions, config: ModelConfig, device: Device) -> torch
 
 @dataclass(frozen=True)
 class _Made:
-    """An executor on a device, and what it was made for."""
+    """An executor on a device, and what it was made from."""
 
     target: Transformer
     draft: Draft
@@ -143,10 +140,10 @@ def build_engine(
     tokenizer: Tokenizer | None = None,
     device: Device | None = None,
 ) -> Engine:
-    """An engine over models already in memory, where they are.
+    """An engine over models in memory; they stay on their device.
 
-    Without a tokenizer, requests with a grammar fail with that reason. Where the policy goes by what forwards cost, and
-    no profile of them is given or was kept, `options.profiling` says what is measured first.
+    Without a tokenizer, requests with a grammar fail. Where the policy needs the cost of forwards and no profile is
+    given or saved, `options.profiling` says what is measured first.
     """
     made = _make_executor(target, draft, options, tokenizer, device)
 
@@ -183,38 +180,38 @@ def build_engine(
 
 
 def _make_pace(device: Device, options: EngineOptions) -> StepPace | None:
-    """None where the seconds of a step are not bounded."""
+    """None where the duration of a step has no bound."""
     bound = device.pacing.max_step_ms if options.max_step_ms is None else options.max_step_ms
     return StepPace(bound / 1e3, device.pacing) if bound else None
 
 
 def _make_overlap(made: _Made, options: EngineOptions, cost: ProfiledCost | None) -> Overlap | None:
-    """None where there is nothing to overlap: prompt lookup takes no time; or, for `auto`, where it never pays."""
+    """None without a draft model, on a device that cannot overlap, and, for `auto`, where overlap never pays."""
     if options.overlap == "on" and not made.device.splits:
         raise ConfigError(f"overlap=on: {made.device.name} drafts and verifies one after the other; leave it out")
     if options.overlap == "on" and made.draft_model is None:
-        raise ConfigError("overlap=on: there is no draft model whose work could be hidden; give one, or leave it out")
+        raise ConfigError("overlap=on: there is no draft model to overlap with verification; give one, or leave it out")
     if options.overlap == "off" or made.draft_model is None or not made.device.splits:
         return None
     if options.overlap == "auto":
         if cost is None or not cost.splits:
-            return None  # nothing is known of it
+            return None  # the profile has no figures for it
         splits = worthwhile(cost)
         if not splits:
-            log.info("drafting and verification do not overlap: it would not pay for any batch")
+            log.info("overlap is off: by the profile it does not pay for any batch size")
             if hasattr(made.executor, "forget_parts"):
                 made.executor.forget_parts()
             return None
-        log.info("drafting and verification may overlap; SMs of the drafting: %s", sorted(splits))
-        if hasattr(made.executor, "prepare_overlap"):  # it has graphs
-            with progress_bar("capturing graphs for the overlap") as update:
+        log.info("overlap may be used; SMs for drafting: %s", sorted(splits))
+        if hasattr(made.executor, "prepare_overlap"):  # only an executor with graphs
+            with progress_bar("capturing graphs for overlap") as update:
                 made.executor.prepare_overlap(splits, update)
         return Overlap("auto", splits=splits)
     return Overlap("on")
 
 
 def _make_exits(made: _Made, options: EngineOptions, cost: ProfiledCost | None) -> EarlyExit | None:
-    """None where there is nothing to decide: without drafts, or, for `auto`, without a profile to decide by."""
+    """None without drafts and, for `auto`, without a profile that has the cost of an exit."""
     mode = options.early_exit
     has_price = cost is not None and cost.profile.exit_check is not None
     if made.draft is None or mode == "off" or (mode == "auto" and not has_price):
@@ -223,9 +220,9 @@ def _make_exits(made: _Made, options: EngineOptions, cost: ProfiledCost | None) 
 
 
 def measure_profile(pair: LoadedPair, options: EngineOptions, budget: float | None = None) -> tuple[Profile, float]:
-    """What the forwards of a pair cost here, measured now, and the seconds that took.
+    """Measure what the forwards of a pair cost on this machine; the profile, and the seconds of measuring.
 
-    `budget` is what it should take; None: what suits the device.
+    `budget`: seconds to spend; None: the device's default.
     """
     made = _make_executor(pair.target, pair.draft, options)
     try:
@@ -245,7 +242,7 @@ def _make_executor(
     device = device or make_device(options.device if options.device != "auto" else target.device.type)
     draft_model = draft if isinstance(draft, Transformer) else None
     limits = _limits(options, device, target, draft_model)
-    # memory on first touch
+    # [max_running, max_model_len]; numpy's zeros take memory only where they are first written
     history = torch.from_numpy(np.zeros((limits.max_running, limits.max_model_len), dtype=np.int64))
     compiler = None
     if tokenizer is not None:
@@ -277,7 +274,7 @@ def _usual_length(policy: Policy, draft: Draft) -> int:
 def _exit_layers(
     policy: Policy, draft: Draft, options: EngineOptions, device: Device, num_layers: int
 ) -> tuple[int, ...]:
-    """Those that verifications will stop at, as far as that is known before there is a profile."""
+    """The layers at which verifications may exit, as far as that is known before there is a profile."""
     is_priced = policy.needs_cost or options.profile is not None
     if draft is None or options.early_exit == "off" or (options.early_exit == "auto" and not is_priced):
         return ()
@@ -288,7 +285,7 @@ def _exit_layers(
 
 
 def _profile_of(made: _Made, options: EngineOptions) -> Profile | None:
-    """The one given; where the policy needs one, the one kept from an earlier start, or else a new one."""
+    """The given profile; else, where the policy needs one, the one saved by an earlier start, or a new one."""
     given = _given_profile(options)
     if given is None and not made.policy.needs_cost:
         return None
@@ -296,11 +293,11 @@ def _profile_of(made: _Made, options: EngineOptions) -> Profile | None:
     if given is not None:
         if given.about != about:
             others = saved_profiles.differences(given, about)
-            log.warning("the profile %s was measured on something else: %s", options.profile, others)
+            log.warning("the profile %s was measured under other conditions: %s", options.profile, others)
         return given
     kept = saved_profiles.find(about)
     if kept is not None and not (options.profiling == "full" and kept.kind == "idle"):
-        log.info("profile of an earlier start: %s", kept.accuracy)
+        log.info("using the profile saved by an earlier start: %s", kept.accuracy)
         return kept
     if options.profiling == "none":
         return _assumed(made)
@@ -308,7 +305,7 @@ def _profile_of(made: _Made, options: EngineOptions) -> Profile | None:
         started = perf_counter()
         with progress_bar("profiling"):
             profile = measure_quick(_subject(made), about)
-        log.info("rough profile in %.1f s; the rest is measured when there are no requests", perf_counter() - started)
+        log.info("quick profile in %.1f s; the rest is measured when there are no requests", perf_counter() - started)
         return profile
     profile, seconds = _measure(made)
     log.info("profiled in %.1f s: %s", seconds, profile.accuracy)
@@ -316,7 +313,7 @@ def _profile_of(made: _Made, options: EngineOptions) -> Profile | None:
     if reason is None:
         saved_profiles.keep(profile)
     else:
-        log.warning("the profile is used and not kept: %s; the machine may be busy", reason)
+        log.warning("the profile is used but not kept: %s; the machine may be busy", reason)
     return profile
 
 
@@ -372,15 +369,15 @@ def _limits(options: EngineOptions, device: Device, target: Transformer, draft: 
 
 
 def _max_model_len(options: EngineOptions, known: int) -> int:
-    """What the target knows, or less if the user says so. A draft that knows less does not draft beyond that."""
+    """The target's context length, or less if the user says so. A draft with a shorter one stops drafting there."""
     asked = options.max_model_len
     if asked is not None and asked > known:
-        raise ConfigError(f"max_model_len={asked}: the model knows {known} positions; give at most that")
+        raise ConfigError(f"max_model_len={asked}: the model has {known} positions; give at most that")
     return asked or known
 
 
 def _require_same_vocabulary(target: Transformer, draft: Transformer) -> None:
-    """For models that come without folders: the only thing left to compare is the number of tokens."""
+    """Models in memory come without tokenizers: only the number of tokens can be compared."""
     if target.config.vocab_size != draft.config.vocab_size:
         raise ModelError(
             f"the draft has {draft.config.vocab_size} tokens, the target {target.config.vocab_size}; "

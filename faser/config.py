@@ -1,48 +1,74 @@
-"""The options of an engine and of a server, checked. Shared by `LLM(…)` and the command line; no torch."""
+"""The options of an engine and of a server, and their checks. Used by `LLM(…)` and the command line; no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf
+from pathlib import Path
+from typing import TypeVar
 
 from faser.errors import ConfigError
+from faser.machine import DEVICES
 from faser.models import config as model_config
 from faser.models import generation
 from faser.policy import Policy, make_policy
 from faser.policy.early_exit import MODES as EARLY_EXIT
 from faser.policy.overlap import MODES as OVERLAP
 
+API_KEY_VARIABLE = "FASER_API_KEY"  # an environment variable: a key in it does not show in the process list
+DEFAULT_DRAFT = Path(__file__).parent / "drafts" / "smollm2-135m-6.gguf"  # of the default model
 NGRAM = "ngram"
-NO_DRAFT = "none"  # no draft, where None means the default one; a folder of that name is ./none
+NO_DRAFT = "none"  # a folder of this name is ./none
 DEFAULT_POLICY = "faser"  # with a draft
 DTYPES = ("auto", *model_config.DTYPES)
-DEVICES = ("auto", "cpu", "cuda")
-ON_ENGINE_FAILURE = ("restart", "exit")
 PROFILING = ("quick", "full", "none")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+
+InMemory = TypeVar("InMemory")  # a model that is loaded
+
+
+def resolve_draft(model: object, draft: InMemory | str | None) -> InMemory | str | None:
+    """What the draft option means: a model, NGRAM, or None for no draft.
+
+    Where it is not given, the default model has its own draft, and other models have none.
+    """
+    if model is None and draft is None:
+        return str(DEFAULT_DRAFT)
+    return None if draft == NO_DRAFT else draft
+
+
+def draft_name(model: str | None, draft: str | None) -> str | None:
+    """What people call the draft; None where there is none."""
+    found = resolve_draft(model, draft)
+    return None if found is None else model_name(found)
+
+
+def model_name(model: str) -> str:
+    """The last part of a hub name, a folder's name, or a GGUF file's name without its ending."""
+    return Path(model).name.removesuffix(".gguf") or model
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Sizes and choices that do not depend on the model. None lets FASER choose."""
+    """How an engine runs. None lets FASER choose."""
 
     policy: str | Policy | None = None  # None: faser with a draft, off without
     device: str = "auto"
     dtype: str = "auto"
     # Where these three are None the device chooses.
     max_running: int | None = None  # requests in one batch
-    max_batch_tokens: int | None = None  # rows in one step: decoding, drafts and prompt chunks together
+    max_batch_tokens: int | None = None  # rows in one step: decoding, drafts and prompts together
     max_step_ms: float | None = None  # a step takes no more prompt rows than fit into this time; 0: no bound
-    max_model_len: int | None = None  # None: what the model knows
+    max_model_len: int | None = None  # tokens of one request; None: the model's context length
     page_size: int = 16  # tokens
     kv_memory: int | None = None  # bytes for the KV pages of target and draft; None: the device's choice
     num_pages: int | None = None  # pages of each pool, instead of kv_memory
     prefix_caching: bool = True
-    acceptance: float | None = None  # accept each draft with this probability whatever it says: wrong text, real cost
-    early_exit: str = "auto"  # drop drafts in the midst of a verification: where that pays, always, never
-    overlap: str = "auto"  # draft on while the drafts before are verified: likewise
-    profile: str | None = None  # a file of what forwards cost, for policies that ask; None: one that was kept, or
-    profiling: str = "quick"  # where none was: measure a little at start and the rest when idle, all of it, or nothing
+    acceptance: float | None = None  # accept each drafted token with this probability: wrong text at real cost
+    early_exit: str = "auto"  # drop drafts inside a verification: where the profile says it pays, always (on), or never
+    overlap: str = "auto"  # draft while earlier drafts are verified: where the profile says it pays, on, or off
+    profile: str | None = None  # file with the cost of forwards, for policies that need it; None: the saved one
+    profiling: str = "quick"  # without a saved profile: quick (the rest is measured when idle), full, or none
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_batch_tokens", "max_model_len", "page_size", "kv_memory", "num_pages"):
@@ -59,21 +85,16 @@ class EngineOptions:
             )
         if self.kv_memory is not None and self.num_pages is not None:
             raise ConfigError("kv_memory and num_pages both size the KV cache; give one of them")
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
-        if self.device not in DEVICES:
-            raise ConfigError(f"device={self.device!r}: expected one of {', '.join(DEVICES)}")
-        if self.early_exit not in EARLY_EXIT:
-            raise ConfigError(f"early_exit={self.early_exit!r}: expected one of {', '.join(EARLY_EXIT)}")
-        if self.overlap not in OVERLAP:
-            raise ConfigError(f"overlap={self.overlap!r}: expected one of {', '.join(OVERLAP)}")
-        if self.profiling not in PROFILING:
-            raise ConfigError(f"profiling={self.profiling!r}: expected one of {', '.join(PROFILING)}")
+        choices = {"dtype": DTYPES, "device": DEVICES, "early_exit": EARLY_EXIT, "overlap": OVERLAP,
+                   "profiling": PROFILING}  # fmt: skip
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}")
         if self.acceptance is not None and not 0 <= self.acceptance <= 1:
             raise ConfigError(f"acceptance={self.acceptance!r}: expected a probability, 0 to 1")
 
     def make_policy(self, has_draft: bool) -> Policy:
-        """The policy by name, or as given; refused where it would speculate without a draft."""
+        """The policy given or named; ConfigError where it would speculate without a draft."""
         policy = self.policy
         if policy is None:
             policy = DEFAULT_POLICY if has_draft else "off"
@@ -90,7 +111,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """What `faser serve` does besides running an engine."""
+    """The options of `faser serve`, those of its engine included."""
 
     model: str | None = None  # None: the default pair
     draft: str | None = None
@@ -98,43 +119,36 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
     served_model_name: str | None = None  # None: from the model's own name
-    api_keys: tuple[str, ...] = ()  # none: open to whoever reaches the port
+    api_keys: tuple[str, ...] = ()  # empty: no key is needed
     open_metrics: bool = False  # /metrics needs no key
-    max_waiting: int = 256  # requests beyond those that run; a further one is answered 503
+    max_waiting: int = 256  # requests in the queue, besides the running ones; a further one is answered 503
     max_body_size: int = 8 * 2**20  # bytes
     max_prompt_tokens: int | None = None  # None: what the model takes
-    cors_origins: tuple[str, ...] = ()  # none: no CORS headers at all
-    grace: float = 30.0  # seconds that running requests get to finish after SIGTERM
+    cors_origins: tuple[str, ...] = ()  # empty: no CORS headers
+    grace: float = 30.0  # seconds for open requests to finish after SIGTERM
     on_engine_failure: str = "restart"
-    engine_timeout: float = 300.0  # seconds an engine with open requests may be silent before it is taken to be hung
+    engine_timeout: float = 300.0  # seconds of silence after which an engine with open requests counts as hung
     chat_template: str | None = None  # the text of a Jinja template instead of the model's own
-    generation_config: str = "auto"  # sampling defaults: auto takes the model's generation_config.json, none does not
+    generation_config: str = "auto"  # sampling defaults: auto (the model's generation_config.json) or none
     log_level: str = "info"
     engine_factory: str = "faser.server.load:load"  # module:function in the engine's process, for benchmarks and tests
 
     def __post_init__(self) -> None:
         generation.check_mode(self.generation_config)
-        expected = {
+        can_be_sent = all(key and key.isascii() and key.isprintable() for key in self.api_keys)
+        # field: (whether its value is valid, what is expected)
+        checks = {
             "port": (0 <= self.port <= 65535, "a port from 0 (any free one) to 65535"),
             "max_waiting": (self.max_waiting >= 0, "an integer of at least 0"),
             "max_body_size": (self.max_body_size >= 1, "at least 1 byte"),
-            "max_prompt_tokens": (
-                self.max_prompt_tokens is None or self.max_prompt_tokens >= 1,
-                "an integer of at least 1",
-            ),
+            "max_prompt_tokens": (self.max_prompt_tokens is None or self.max_prompt_tokens >= 1, "at least 1"),
             "engine_timeout": (self.engine_timeout > 0, "seconds above 0"),
-            "grace": (0 <= self.grace < float("inf"), "seconds, 0 or more"),
-            "on_engine_failure": (
-                self.on_engine_failure in ON_ENGINE_FAILURE,
-                f"one of {', '.join(ON_ENGINE_FAILURE)}",
-            ),
+            "grace": (0 <= self.grace < inf, "seconds, 0 or more"),
+            "on_engine_failure": (self.on_engine_failure in ("restart", "exit"), "restart or exit"),
             "log_level": (self.log_level in LOG_LEVELS, f"one of {', '.join(LOG_LEVELS)}"),
-            "api_keys": (
-                all(key and key.isascii() and key.isprintable() for key in self.api_keys),
-                "keys of printable ASCII characters",
-            ),
+            "api_keys": (can_be_sent, "keys of printable ASCII characters"),
         }
-        for name, (valid, what) in expected.items():
+        for name, (valid, expected) in checks.items():
             if not valid:
                 shown = "(not shown)" if name == "api_keys" else repr(getattr(self, name))
-                raise ConfigError(f"{name}={shown}: expected {what}")
+                raise ConfigError(f"{name}={shown}: expected {expected}")

@@ -2,21 +2,26 @@
 
 FaserError
 ├── ConfigError          an option of LLM(), the command line or a policy string
+├── MissingPackage       a package of an extra that is not installed
 ├── ModelError           a model that is missing, broken or does not fit its partner
 │   └── UnsupportedModel a model FASER knows and refuses, by the name of the feature
 ├── InvalidRequest       a prompt or a sampling parameter
-│   └── RequestTooLong   more tokens than the model or the KV pool can ever hold
+│   └── RequestTooLong   more tokens than the model or the KV cache can hold
 ├── EngineError          a request that could not be finished: its engine failed or was closed
-└── RemoteError          a server somewhere else that cannot be reached or does not speak the OpenAI API
+└── RemoteError          another server that cannot be reached or does not speak the OpenAI API
 """
 
 
 class FaserError(Exception):
-    """The root: catch it to catch every error FASER raises on purpose."""
+    """The base of every error that FASER raises on purpose."""
 
 
 class ConfigError(FaserError, ValueError):
     """An option has a value that cannot work."""
+
+
+class MissingPackage(FaserError, ImportError):
+    """A part of FASER needs a package that is not installed."""
 
 
 class ModelError(FaserError):
@@ -28,11 +33,11 @@ class UnsupportedModel(ModelError):
 
 
 class InvalidRequest(FaserError, ValueError):
-    """A request cannot be served as it stands; other requests are not affected."""
+    """A request cannot be served as it is; other requests are not affected."""
 
 
 class RequestTooLong(InvalidRequest):
-    """A request can never fit, however long it waits."""
+    """A request has more tokens than the model or the KV cache can hold."""
 
 
 class EngineError(FaserError, RuntimeError):

@@ -1,11 +1,10 @@
-"""The offline API: prompts or messages in, finished outputs or streams out.
+"""The Python API: prompts or messages in, finished outputs or streams out.
 
-Knows text, prompts and defaults; the engine underneath knows none of these.
+Knows text, prompts and defaults; the engine knows none of these.
 """
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,6 +32,8 @@ from faser.request import (
     RequestOutput,
     SamplingParams,
     TokenLogprobs,
+    check_token_ids,
+    draw_seed,
 )
 from faser.text.chat import ChatTemplate, Message
 from faser.text.grammar import GrammarCompiler, shared_compiler
@@ -43,15 +44,18 @@ Prompt = str | Sequence[int]
 
 
 class LLM:
-    """A model, or a pair, ready to generate.
+    """A model, with or without a draft, ready to generate.
 
-    model: a Hugging Face folder, a hub name, a GGUF file, or a model in memory; None is the default pair. draft:
-    the same kinds of model, or a patch made by tools/distill.py, or "ngram" (prompt lookup, no model), or "none"; None
-    is the default model's own draft, and no draft for other models. policy: a name of faser/policy ("faser", "off",
-    "fixed:K", …), or a Policy; None is "faser" with a draft and "off" without.
-    chat_template: one, or its text; None is the model's own. generation_config: "auto" takes the sampling that the
-    model's generation_config.json recommends for calls without SamplingParams, "none" takes SamplingParams() for them.
-    `sizes` are the further fields of faser.config.EngineOptions. The output never depends on draft, policy or sizes.
+    model: a Hugging Face folder, a hub name, a GGUF file, or a model in memory; None: the default model.
+    draft: the same kinds of model, a patch made by tools/distill.py, "ngram" (prompt lookup, no model), or "none";
+        None: the default model's own draft, and no draft for other models.
+    policy: a name of faser/policy ("faser", "off", "fixed:K", …), or a Policy; None: "faser" with a draft, else "off".
+    chat_template: a template or its text; None: the model's own.
+    generation_config: sampling of calls without SamplingParams: "auto" follows the model's generation_config.json,
+        "none" uses SamplingParams().
+    sizes: further fields of faser.config.EngineOptions.
+
+    The output never depends on draft, policy or sizes.
     """
 
     def __init__(
@@ -84,7 +88,7 @@ class LLM:
             self._compiler = shared_compiler(self._tokenizer, self._config.vocab_size, self._config.eos_token_ids)
         self._engine: Engine | None = build_engine(pair.target, pair.draft, options, self._tokenizer)
         self._lock = Lock()
-        self._streaming_thread: int | None = None  # where the stream runs that holds the lock
+        self._streaming_thread: int | None = None  # the thread whose open stream holds the lock
         self._model = model
         self._given_template = chat_template
         self._num_requests = 0
@@ -94,10 +98,10 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Generate for every prompt (a string or a list of token ids), in one continuous batch; answers in their order.
+        """Generate for every prompt (a string or a list of token ids) in one continuous batch; outputs in their order.
 
-        All prompts are checked before the first is run. `params` is one for all, or one for each. Without `params` each
-        prompt has `default_params`, the model's recommendation, with no more max_tokens than there is room for.
+        All prompts are checked before the first is run. `params`: one for all, or one for each; None: `default_params`,
+        with max_tokens cut to the room that the prompt leaves.
         """
         with self._turn():
             engine = self._open_engine()
@@ -114,17 +118,16 @@ class LLM:
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> RequestOutput:
         """Answer a conversation: messages are {"role": …, "content": …}, as the model's chat template takes them.
 
-        Without `params` it has `default_params`, like `generate`.
+        `params`: as for `generate`.
         """
         return self.generate([self.chat_prompt(messages)], params)[0]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Chunk, None, None]:
-        """Generate for one prompt and hand out tokens and text as they become certain.
+        """Generate for one prompt; yields tokens and text as they become certain.
 
-        Without `params` it has `default_params`, like `generate`.
-        Nothing happens, and nothing is refused, before the first chunk is asked for. From then on this LLM is busy
-        until it hands out the last chunk, the one with a finish_reason, or until the stream is closed, which ends the
-        request at once.
+        `params`: as for `generate`. Nothing happens, and nothing is refused, before the first chunk is asked for. From
+        then on this LLM is busy until the last chunk, the one with a finish_reason, or until the stream is closed,
+        which ends the request at once.
         """
         with self._turn():
             engine = self._open_engine()
@@ -142,7 +145,7 @@ class LLM:
                                 yield chunk
             finally:
                 self._streaming_thread = None
-        yield chunk  # the last, when nothing is held any more
+        yield chunk  # the last one, after the lock is released
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None
@@ -151,7 +154,7 @@ class LLM:
         yield from self.stream(self.chat_prompt(messages), params)
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The token ids of a conversation, up to where the model's answer begins."""
+        """The token ids of a conversation, up to the beginning of the model's answer."""
         if self._tokenizer is None:
             raise InvalidRequest("messages need a tokenizer, and the model has none; give token ids to generate()")
         if self.chat_template is None:
@@ -162,7 +165,7 @@ class LLM:
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
-        """The one given, or the model's own; looked for when it is first needed."""
+        """The given template, or the model's own; read when it is first needed."""
         given = self._given_template
         if isinstance(given, ChatTemplate):
             return given
@@ -172,13 +175,13 @@ class LLM:
 
     @property
     def max_request_tokens(self) -> int:
-        """The most tokens one request can have, prompt and output: what the model takes or the KV pool holds."""
+        """The most tokens of one request, prompt and output: the smaller of the model's context and the KV pool."""
         scheduler = self._open_engine().scheduler
         pool = scheduler.target_pages
         return min(scheduler.limits.max_model_len, pool.num_pages * pool.page_size)
 
     def fitted(self, params: SamplingParams, prompt: Prompt) -> SamplingParams:
-        """`params` with no more max_tokens than there is room for behind the prompt, but at least 1."""
+        """`params` with max_tokens cut to the room after the prompt, but at least 1."""
         room = self.max_request_tokens - len(self._token_ids(prompt))
         return replace(params, max_tokens=min(params.max_tokens, max(1, params.min_tokens, room)))
 
@@ -192,9 +195,9 @@ class LLM:
         return self._open_engine()
 
     def close(self) -> None:
-        """Free the models, after what other threads may be running. Closing twice is fine, a stream half read too."""
+        """Free the models when calls of other threads have ended. May be called twice, and within an open stream."""
         if self._streaming_thread == get_ident():
-            self._close_engine()  # waiting for the lock would be waiting for ourselves
+            self._close_engine()  # this thread's stream holds the lock
         else:
             with self._lock:
                 self._close_engine()
@@ -207,9 +210,9 @@ class LLM:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """One caller at a time. A thread that is half through a stream would wait for itself, and is told so."""
+        """One caller at a time. A thread with an open stream would wait for itself: EngineError instead."""
         if self._streaming_thread == get_ident():
-            raise EngineError("a stream of this LLM is half read in this thread; read it to its end, or close() it")
+            raise EngineError("this thread has an open stream of this LLM; read it to its end, or close() it")
         with self._lock:
             yield
 
@@ -228,20 +231,15 @@ class LLM:
         token_ids = self._token_ids(prompt)
         if params is None:
             params = self.fitted(self.default_params, token_ids)
-        vocab_size = self._config.vocab_size
-        for name, named in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
-            unknown = [token for token in named if token >= vocab_size]
-            if unknown:
-                raise InvalidRequest(f"{name} names token {unknown[0]}; the model has {vocab_size} tokens, from 0")
+        params.check_vocabulary(self._config.vocab_size)
         if params.grammar is not None:
             self._check_grammar(params.grammar, params.stop_token_ids)
-        end_ids = () if params.ignore_eos else self._config.eos_token_ids
         return Request(
             id=str(self._num_requests),
             prompt_token_ids=token_ids,
             params=params,
-            seed=(secrets.randbits(64) if params.seed is None else params.seed) % 2**64,
-            stop_ids=frozenset([*end_ids, *params.stop_token_ids]),
+            seed=draw_seed(params.seed),
+            stop_ids=params.stop_ids(self._config.eos_token_ids),
         )
 
     def _check_grammar(self, grammar: Grammar, stop_ids: Sequence[int]) -> None:
@@ -257,10 +255,10 @@ class LLM:
             if not token_ids:
                 raise InvalidRequest(f"the prompt {prompt!r} holds no token; give at least one")
             return tuple(token_ids)
-        vocab_size = self._config.vocab_size
         for token in prompt:
-            if isinstance(token, bool) or not hasattr(token, "__index__") or not 0 <= int(token) < vocab_size:
-                raise InvalidRequest(f"prompt token {token!r}: expected ids from 0 to {vocab_size - 1}")
+            if isinstance(token, bool) or not hasattr(token, "__index__"):
+                raise InvalidRequest(f"prompt: {token!r} is no token id; expected integers")
+        check_token_ids("prompt", prompt, self._config.vocab_size)
         return tuple(int(token) for token in prompt)
 
     def _make_checker(self, params: SamplingParams) -> StopChecker | None:
@@ -290,7 +288,7 @@ class LLM:
 
 @contextmanager
 def _all_or_nothing(engine: Engine) -> Iterator[None]:
-    """Whatever leaves the block early, an error, Ctrl-C or a closed stream, ends the engine's open requests."""
+    """End the engine's open requests if the block is left early: by an error, Ctrl-C or a closed stream."""
     try:
         yield
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""What this is and runs on, by name and size; and files that are whole or not there."""
+"""FASER's version; devices, processor and memory of this machine; and files that are never half written."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+DEVICES = ("auto", "cpu", "cuda")  # values of the device option
 
 
 def faser_version() -> str:
@@ -15,12 +17,16 @@ def faser_version() -> str:
         return "not installed"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Nobody ever reads a part of it."""
+def atomic_write(path: Path, text: str) -> None:
+    """Replace a text file as a whole: readers find the old text or all of the new. A failed write leaves no file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.{os.getpid()}.new")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)
+    try:
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def processor_name() -> str:
@@ -36,9 +42,9 @@ _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 
 
 def memory_bytes() -> int:
-    """The memory that processes may use here: the machine's, or less in a container that has a limit."""
-    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([most, *(limit for limit in map(_limit, _LIMITS) if limit is not None)])
+    """Bytes of memory that processes may use here: the machine's, or the limit of the container."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *(limit for limit in map(_limit, _LIMITS) if limit is not None)])
 
 
 def _limit(path: str) -> int | None:

@@ -1,7 +1,7 @@
 """The progress of long work: a bar where standard error is a terminal, lines in the log elsewhere.
 
-The lines are for people who start a server from a script: they see which stage takes how long. A program that uses
-FASER as a library sees them if it configures logging at level INFO.
+The lines tell who starts a server from a script how long each stage takes. A program that uses FASER as a library gets
+them if it configures logging at level INFO.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from contextlib import contextmanager
 from threading import Event, Thread
 from time import monotonic
 
-log = logging.getLogger("faser.engine.engine")
+log = logging.getLogger("faser.engine")
 
 LONG_SECONDS = 1.0  # work that ends sooner is not logged
 REPEAT_SECONDS = 10.0
 
-Update = Callable[[int, int], None]  # (done, of how many)
+Update = Callable[[int, int], None]  # (done, total)
 
 
 @contextmanager
 def progress_bar(description: str, *, bytes_: bool = False, logs: bool = True) -> Iterator[Update]:
-    """Show work while the block runs; the yielded function says how far it is. `logs=False`: only on a terminal."""
+    """Show progress while the block runs; the yielded function reports (done, total). `logs=False`: terminals only."""
     if sys.stderr.isatty():
         with _bar(description, bytes_) as update:
             yield update
@@ -58,7 +58,7 @@ def _lines(description: str) -> Iterator[Update]:
 
 
 class _Stage:
-    """Work that is logged by a thread of its own, because the work may take long between two updates."""
+    """Logs one stage from a thread of its own, because the work may take long between two updates."""
 
     def __init__(self, description: str) -> None:
         self._description = description

@@ -1,13 +1,14 @@
 """What a user sets and gets: sampling parameters, requests, their progress and outputs.
 
-Knows what a well-formed request is. Knows nothing of tensors, pages or time. Every value is frozen and complete when
-built.
+Knows what a well-formed request is. Knows nothing of tensors, pages or time. Every value is frozen and complete when it
+is made.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -33,11 +34,11 @@ def _require(valid: bool, name: str, value: object, expected: str) -> None:
         raise InvalidRequest(f"{name}={value!r}: expected {expected}")
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+def _is_int(value: object, low: int, high: float = math.inf) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(low <= value <= high)
 
 
-def _in_range(value: object, low: float, high: float) -> bool:
+def _is_number(value: object, low: float, high: float) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         return False
     return bool(math.isfinite(value) and low <= value <= high)
@@ -45,7 +46,7 @@ def _in_range(value: object, low: float, high: float) -> bool:
 
 @dataclass(frozen=True)
 class Grammar:
-    """A language the whole output must belong to: a regular expression, or a JSON Schema given as JSON text."""
+    """What the whole output must match: a regular expression, or a JSON Schema as JSON text."""
 
     kind: str  # one of GRAMMAR_KINDS
     text: str
@@ -62,7 +63,7 @@ class SamplingParams:
     The target's distribution is built in this order: logit_bias, repetition, presence and frequency penalties, the ban
     on end tokens below min_tokens, the grammar's mask, temperature, top_k, top_p, min_p. Temperature 0 takes the best
     token after the mask. `logprobs` reports the model's own log-probabilities, before any of this. `max_draft` caps the
-    request's draft length; 0 opts it out of speculation; the output is the same either way.
+    request's draft length (0: no speculation); it never changes the output.
     """
 
     max_tokens: int = 64
@@ -88,75 +89,56 @@ class SamplingParams:
         stop = tuple(stop) if isinstance(stop, Sequence) else stop
         ids = self.stop_token_ids
         ids = tuple(ids) if isinstance(ids, (Sequence, np.ndarray)) else ids
-        _require(
-            _is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer of at least 1"
-        )
-        _require(
-            _is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
-            "min_tokens", self.min_tokens, f"an integer from 0 to max_tokens ({self.max_tokens})",
-        )  # fmt: skip
-        _require(
-            _in_range(self.temperature, 0, 100), "temperature", self.temperature, "a number from 0 (greedy) to 100"
-        )
-        _require(
-            _in_range(self.top_p, 0, 1) and self.top_p > 0,
-            "top_p",
-            self.top_p,
-            "a number above 0 and at most 1 (1 keeps all)",
-        )
-        _require(_is_int(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "an integer of at least 0 (0 keeps all)")
-        _require(_in_range(self.min_p, 0, 1), "min_p", self.min_p, "a number from 0 (keeps all) to 1")
-        _require(
-            self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**64),
-            "seed", self.seed, "None or a 64-bit integer",
-        )  # fmt: skip
-        _require(
-            isinstance(stop, tuple) and all(isinstance(s, str) and s for s in stop),
-            "stop", self.stop, "a string or a list of non-empty strings",
-        )  # fmt: skip
-        _require(
-            isinstance(ids, tuple) and all(_is_int(i) and i >= 0 for i in ids),
-            "stop_token_ids", self.stop_token_ids, "a list of token ids",
-        )  # fmt: skip
-        _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
-        _require(
-            _in_range(self.presence_penalty, -2, 2), "presence_penalty", self.presence_penalty, "a number from -2 to 2"
-        )
-        _require(
-            _in_range(self.frequency_penalty, -2, 2),
-            "frequency_penalty",
-            self.frequency_penalty,
-            "a number from -2 to 2",
-        )
-        _require(
-            _in_range(self.repetition_penalty, 0, 100) and self.repetition_penalty > 0,
-            "repetition_penalty", self.repetition_penalty, "a number above 0 (1 is no penalty) and at most 100",
-        )  # fmt: skip
-        _require(
-            self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
-            "logprobs", self.logprobs, f"None or an integer from 0 to {MAX_LOGPROBS}",
-        )  # fmt: skip
-        _require(
-            self.max_draft is None or (_is_int(self.max_draft) and self.max_draft >= 0),
-            "max_draft", self.max_draft, "None or an integer of at least 0 (0 is no speculation for this request)",
-        )  # fmt: skip
-        _require(
-            self.grammar is None or isinstance(self.grammar, Grammar), "grammar", self.grammar, "None or a Grammar"
-        )
+        has_strings = isinstance(stop, tuple) and all(isinstance(each, str) and each for each in stop)
+        has_ids = isinstance(ids, tuple) and all(_is_int(each, 0) for each in ids)
+        has_limit = _is_int(self.max_tokens, 1)
+        # field: (whether its value is valid, what is expected)
+        checks = {
+            "max_tokens": (has_limit, "an integer of at least 1"),
+            "min_tokens": (
+                has_limit and _is_int(self.min_tokens, 0, self.max_tokens),
+                f"an integer from 0 to max_tokens ({self.max_tokens})",
+            ),
+            "temperature": (_is_number(self.temperature, 0, 100), "a number from 0 (greedy) to 100"),
+            "top_p": (_is_number(self.top_p, 0, 1) and self.top_p > 0, "a number above 0 and at most 1 (1 keeps all)"),
+            "top_k": (_is_int(self.top_k, 0), "an integer of at least 0 (0 keeps all)"),
+            "min_p": (_is_number(self.min_p, 0, 1), "a number from 0 (keeps all) to 1"),
+            "seed": (self.seed is None or _is_int(self.seed, -(2**63), 2**64 - 1), "None or a 64-bit integer"),
+            "stop": (has_strings, "a string or a list of non-empty strings"),
+            "stop_token_ids": (has_ids, "a list of token ids"),
+            "ignore_eos": (isinstance(self.ignore_eos, bool), "True or False"),
+            "presence_penalty": (_is_number(self.presence_penalty, -2, 2), "a number from -2 to 2"),
+            "frequency_penalty": (_is_number(self.frequency_penalty, -2, 2), "a number from -2 to 2"),
+            "repetition_penalty": (
+                _is_number(self.repetition_penalty, 0, 100) and self.repetition_penalty > 0,
+                "a number above 0 (1 is no penalty) and at most 100",
+            ),
+            "logprobs": (
+                self.logprobs is None or _is_int(self.logprobs, 0, MAX_LOGPROBS),
+                f"None or an integer from 0 to {MAX_LOGPROBS}",
+            ),
+            "max_draft": (
+                self.max_draft is None or _is_int(self.max_draft, 0),
+                "None or an integer of at least 0 (0 is no speculation for this request)",
+            ),
+            "grammar": (self.grammar is None or isinstance(self.grammar, Grammar), "None or a Grammar"),
+        }  # fmt: skip
+        for name, (valid, expected) in checks.items():
+            _require(valid, name, getattr(self, name), expected)
         self._check_grammar_ends()
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in ids))
         object.__setattr__(self, "logit_bias", self._checked_bias())
 
     def _check_grammar_ends(self) -> None:
-        """A whole text must be able to end: what forbids the end tokens leaves a finished grammar no token at all."""
+        """The output must be able to end: behind a complete text, a grammar allows the end tokens alone."""
         if self.grammar is None:
             return
         for name, given in (("min_tokens", self.min_tokens > 0), ("ignore_eos", self.ignore_eos)):
             if given:
                 raise InvalidRequest(
-                    f"grammar cannot be combined with {name}={getattr(self, name)!r}: the output ends when the grammar "
-                    "says so; remove it"
+                    f"{name}={getattr(self, name)!r} cannot be combined with a grammar, which says where the output "
+                    "ends; remove it"
                 )
 
     def _checked_bias(self) -> Mapping[int, float] | None:
@@ -166,19 +148,37 @@ class SamplingParams:
         expected = "a mapping from token id to a number from -100 to 100"
         _require(isinstance(bias, Mapping), "logit_bias", bias, expected)
         for token, value in bias.items():
-            _require(
-                _is_int(token) and token >= 0 and _in_range(value, -100, 100), "logit_bias", {token: value}, expected
-            )
+            _require(_is_int(token, 0) and _is_number(value, -100, 100), "logit_bias", {token: value}, expected)
         return MappingProxyType({int(token): float(value) for token, value in bias.items()}) if bias else None
 
     @property
     def penalised(self) -> bool:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise InvalidRequest where a field names a token that a model of this vocabulary does not have."""
+        check_token_ids("logit_bias", self.logit_bias or (), vocab_size)
+        check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+
+    def stop_ids(self, end_ids: Iterable[int]) -> frozenset[int]:
+        """The ids that end the output: the model's end tokens, unless ignored, and the request's own."""
+        return frozenset(self.stop_token_ids).union(() if self.ignore_eos else end_ids)
+
+
+def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    unknown = next((token for token in token_ids if not 0 <= token < vocab_size), None)
+    if unknown is not None:
+        raise InvalidRequest(f"{name}: {unknown} is no token id; expected 0 to {vocab_size - 1}")
+
+
+def draw_seed(given: int | None) -> int:
+    """The given seed as an unsigned 64-bit word; a random one where none is given."""
+    return (secrets.randbits(64) if given is None else given) % 2**64
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The model's own log-probability of one emitted token, and of its most likely rivals, best first."""
+    """The model's own log-probability of one emitted token, and of the likeliest tokens at its position, best first."""
 
     token_id: int
     logprob: float
@@ -191,10 +191,10 @@ class Stats:
 
     drafted: int = 0
     verified: int = 0
-    accepted: int = 0  # and kept: tokens behind a stop do not count
-    steps: int = 0  # steps that emitted tokens, so that accepted + steps is the number of tokens
+    accepted: int = 0  # without tokens after a stop
+    steps: int = 0  # that emitted tokens: accepted + steps = output tokens
     cached: int = 0  # prompt tokens found in the prefix cache when the request first ran
-    lengths: tuple[int, ...] = ()  # index k: how many of these steps drafted k tokens; up to the longest, or 32
+    lengths: tuple[int, ...] = ()  # [k]: steps that drafted k tokens; ends with the longest, at most 32
 
     @property
     def pruned(self) -> int:
@@ -211,24 +211,24 @@ class RequestOutput:
     finish_reason: FinishReason
     logprobs: list[TokenLogprobs] | None = None
     stats: Stats = field(default_factory=Stats)
-    error: str | None = None  # why, where finish_reason is FAILED
+    error: str | None = None  # the reason, where finish_reason is FAILED
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """What a stream brings at a time: the tokens of one step, and the text that became certain with them.
+    """One item of a stream: the tokens of one step, and the text that became certain with them.
 
-    Joined over a stream, token_ids and text are the output's. Text may come later than its tokens: a character can
-    take several, and what could be the beginning of a stop string is kept until it is not.
+    Joined over a stream, token_ids and text are those of the output. Text may come later than its tokens: a character
+    can take several tokens, and text that may be the beginning of a stop string is held back.
     """
 
     token_ids: tuple[int, ...]
-    num_accepted: int  # the first of token_ids, drafts the target agreed with; those after them are its own
-    pieces: tuple[tuple[str, bool], ...]  # the text in order, each piece with whether its last token was accepted
+    num_accepted: int  # the first num_accepted of token_ids are accepted drafts, the others the target's own
+    pieces: tuple[tuple[str, bool], ...]  # (text, whether its last token is an accepted draft), in order
     logprobs: tuple[TokenLogprobs, ...] | None = None
-    finish_reason: FinishReason | None = None  # set in the last chunk only, as are the two below
+    finish_reason: FinishReason | None = None  # this and the next two: in the last chunk only
     stats: Stats | None = None
-    error: str | None = None  # why, where finish_reason is FAILED
+    error: str | None = None  # the reason, where finish_reason is FAILED
 
     @property
     def text(self) -> str:
@@ -237,13 +237,13 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt on its way through the engine, checked and tokenised."""
+    """One prompt for the engine, checked and tokenised."""
 
     id: str
     prompt_token_ids: Sequence[int]
     params: SamplingParams
-    seed: int  # already drawn where the user gave none: the noise is a function of it
-    stop_ids: frozenset[int] = frozenset()  # the end tokens in force, and the user's stop_token_ids
+    seed: int  # given or drawn; the sampling noise is a function of it
+    stop_ids: frozenset[int] = frozenset()  # end tokens of the model unless ignored, and the user's stop_token_ids
 
 
 @dataclass(frozen=True)
@@ -252,13 +252,13 @@ class Finish:
 
     reason: FinishReason
     stats: Stats
-    stop_id: int | None = None  # the token that ended it, where one did; it is not part of the text
-    error: str | None = None  # why it failed, where it did
-    text: str | None = None  # set only where stop strings were looked for: the text before the one found
+    stop_id: int | None = None  # the token that ended it, if one did; it is not part of the text
+    error: str | None = None  # the reason, where it failed
+    text: str | None = None  # only for requests with stop strings: the whole output up to the one found
 
 
 class Progress(NamedTuple):
-    """What one request gained in one step: accepted tokens and the bonus, or its end."""
+    """What one step did for one request: accepted tokens and the bonus token, or its end."""
 
     request_id: str
     token_ids: list[int]

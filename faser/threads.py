@@ -1,11 +1,11 @@
 """How many threads compute on a CPU, and how they wait for each other.
 
-Knows environment variables, CPU quotas and seconds; no torch. Threads that share a product meet at a barrier. Where
-other programs hold the cores, a thread that has arrived burns its time slice there while the one it waits for is not
-running. Two remedies:
+Knows environment variables, CPU quotas and seconds; no torch. Threads that share a matrix product meet at a barrier.
+Where other programs use the cores, a thread spins at the barrier for its whole time slice while the thread it waits for
+is not running. Two remedies:
 
-* `prepare_openmp` shortens the burning. It must run before torch loads its OpenMP runtime.
-* `ThreadTuner` tries fewer threads on the steps that run, and keeps what is faster. One thread waits for nobody.
+* `prepare_openmp` shortens the spinning. It must run before torch loads its OpenMP runtime.
+* `ThreadTuner` tries fewer threads on real forwards and keeps what is faster. A single thread never waits.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from time import monotonic
 
-# libgomp spins 300,000 times (about 3 ms) before a thread sleeps, LLVM's and Intel's runtimes 200 ms. A tenth of that
-# costs nothing on an idle machine; no spinning at all costs 15 to 30 % there (docs/lab.md).
+# libgomp spins 300,000 times (about 3 ms) before a thread sleeps; LLVM's and Intel's runtimes spin for 200 ms. A tenth
+# of libgomp's count costs nothing on an idle machine; no spinning at all costs 15 to 30 % there (docs/lab.md).
 SPIN_COUNT = "30000"
 BLOCK_MILLISECONDS = "1"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -28,10 +28,10 @@ WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 def prepare_openmp(environment: MutableMapping[str, str] | None = None, *, torch_is_loaded: bool | None = None) -> bool:
-    """Let OpenMP's threads sleep soon at barriers, unless the user has said how they wait.
+    """Let OpenMP's threads sleep soon at barriers, unless the user has set how they wait.
 
-    Returns whether it was done: not where torch, and OpenMP with it, is loaded already. Processes started later inherit
-    it.
+    Returns whether the variables were set. They are not where torch, and OpenMP with it, is already loaded. Processes
+    started later inherit them.
     """
     environment = os.environ if environment is None else environment
     loaded = "torch" in sys.modules if torch_is_loaded is None else torch_is_loaded
@@ -47,14 +47,14 @@ def user_chose_threads() -> bool:
 
 
 def available_cpus(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """CPUs this process may use: its affinity, and the quota of its control group, rounded up."""
+    """CPUs this process may use: the smaller of its affinity and the quota of its control group, rounded up."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _quota(cgroup)
     return affinity if quota is None else max(1, min(affinity, math.ceil(quota)))
 
 
 def _quota(cgroup: Path) -> float | None:
-    """CPUs by the quota of a control group, version 2 or 1; None where there is none."""
+    """The quota of a control group (version 2 or 1) in CPUs; None where there is no quota."""
     try:
         if (cgroup / "cpu.max").is_file():
             limit, period = (cgroup / "cpu.max").read_text().split()
@@ -62,32 +62,38 @@ def _quota(cgroup: Path) -> float | None:
             limit = (cgroup / "cpu" / "cpu.cfs_quota_us").read_text()
             period = (cgroup / "cpu" / "cpu.cfs_period_us").read_text()
         return float(limit) / float(period) if float(limit) > 0 and float(period) > 0 else None
-    except (OSError, ValueError):  # no such files, or "max"
+    except (OSError, ValueError):  # the files are missing, or say "max"
         return None
 
 
 # ── trying fewer threads ─────────────────────────────────────────────────────────────────────────────────────────────
 
-PATTERN = (False, True, True, False)  # of a round: whether each step runs with the other count; drift cancels
+# A gain is log(seconds with the present count / seconds with the other count).
+PATTERN = (
+    False,
+    True,
+    True,
+    False,
+)  # a round: which forwards run with the other count; linear drift cancels
 MIN_ROUNDS, MAX_ROUNDS = 2, 6
-MIN_GAIN = 0.05  # of log seconds, by which another count must be faster to be taken
-CERTAIN = 2.0  # standard errors
-FREE_ROWS = 8  # a forward reads all weights, however few rows it has: as much work as this many rows
-CHANGED = 1.4  # a forward this many times slower or faster than usual says that the machine has changed
-CHANGED_STEPS = 4  # in a row
-LONG_SECONDS = 0.1  # a forward this long holds many time slices of the scheduler: its seconds are hardly chance
-CHANGED_LONG_STEPS = 2  # of those
-CLEAR_GAIN = 0.4  # of log seconds, after which one pair of long forwards decides a trial
-MANY_ROWS = 32  # arithmetic, not memory, takes most of such a forward: more threads help unless others hold the cores
-PROBE_SECONDS = 0.2  # between two looks at the scheduler's figures
-CROWDED, QUIET = 0.12, 0.03  # share of their time that threads wait for a core: others hold the cores, or nobody does
-FIRST_WAIT, LAST_WAIT = 64, 4096  # steps between two trials; doubles while they change nothing
-FADING = 0.9  # of what is usual for a number of rows
-LARGE_GAIN = 0.2  # of log seconds: a machine that changed has changed for forwards of all sizes
+MIN_GAIN = 0.05  # gain above which the other count is taken
+CERTAIN = 2.0  # standard errors between the mean gain and MIN_GAIN that end a trial
+FREE_ROWS = 8  # reading all weights costs as much as this many rows: seconds are divided by rows + FREE_ROWS
+CHANGED = 1.4  # a forward slower or faster than usual by this factor may mean that the machine's load has changed
+CHANGED_STEPS = 4  # consecutive changed forwards after which the load counts as changed
+LONG_SECONDS = 0.1  # a forward this long spans many time slices of the kernel's scheduler: its seconds are not chance
+CHANGED_LONG_STEPS = 2  # the same as CHANGED_STEPS for long forwards
+CLEAR_GAIN = 0.4  # gain of the first pair of long forwards that decides a trial at once
+MANY_ROWS = 32  # from here on arithmetic, not memory, dominates: all threads help unless other programs use the cores
+PROBE_SECONDS = 0.2  # least time between two readings of the kernel's figures
+CROWDED, QUIET = 0.12, 0.03  # share of time that threads wait for a core: above, others use the cores; below, nobody
+FIRST_WAIT, LAST_WAIT = 64, 4096  # forwards between two trials; doubles while trials change nothing
+USUAL_DECAY = 0.9  # of the mean seconds of a forward, for each new forward of its size: half-life 7 forwards
+LARGE_GAIN = 0.2  # gain of one size after a change of load that the other sizes follow
 
 
 class CoreWaits:
-    """How long this process's threads wait for a core, by the figures of Linux's scheduler."""
+    """How long this process's threads wait for a core, as Linux's scheduler counts it."""
 
     def __init__(self, tasks: Path = Path("/proc/self/task"), clock: Callable[[], float] = monotonic) -> None:
         self._tasks, self._clock = tasks, clock
@@ -95,9 +101,9 @@ class CoreWaits:
         self._ran, self._waited = 0, 0  # nanoseconds, of all threads
 
     def share(self) -> float | None:
-        """Waiting as a share of waiting and running since the last call that gave one; None when that was just now.
+        """waiting / (waiting + running) since the last reading.
 
-        None, too, where the system does not say.
+        None within PROBE_SECONDS of that reading, and where the system has no such figures.
         """
         now = self._clock()
         if now - self._read_at < PROBE_SECONDS:
@@ -117,12 +123,12 @@ class CoreWaits:
 
 
 class ThreadTuner:
-    """Chooses how many threads compute, by the forwards that run; for each size of forward on its own.
+    """Chooses how many threads compute, separately for each size of forward, by timing real forwards.
 
-    A trial compares the present count with another in the order A B B A until one is surely faster. The first trial
-    comes soon after the start, further ones ever more rarely, and one at once when forwards become much slower or
-    faster than usual or when threads begin to wait for a core. `most` threads come first; fewer are tried by halves.
-    Where no thread waits for a core, forwards of many rows keep all threads.
+    A trial compares the present count A with another count B in the order A B B A until the difference is certain. The
+    first trial comes soon after the start, later ones ever more rarely. A trial starts at once when forwards become
+    much slower or faster than usual, or when threads begin to wait for a core. `most` threads come first; halves and
+    doubles are tried. Where no thread waits for a core, forwards of many rows keep all threads.
     """
 
     def __init__(
@@ -131,8 +137,8 @@ class ThreadTuner:
         self._most = most
         self._set_threads = set_threads
         self._core_waits = core_waits or CoreWaits().share
-        self._is_crowded: bool | None = None  # whether others hold the cores; None: not known
-        self._current = most  # what was set last
+        self._is_crowded: bool | None = None  # whether other programs use the cores; None: not known
+        self._current = most  # threads set last
         self._sizes: dict[int, _SizeTuner] = {}
 
     def num_threads(self, num_rows: int) -> int:
@@ -140,7 +146,7 @@ class ThreadTuner:
         return self._size(num_rows).num_threads
 
     def begin(self, num_rows: int) -> None:
-        """Before a forward."""
+        """Set the threads of the forward that comes."""
         size = self._size(num_rows)
         wanted = size.next_threads(may_try=num_rows < MANY_ROWS or self._is_crowded is not False)
         if wanted != self._current:
@@ -148,7 +154,7 @@ class ThreadTuner:
             self._current = wanted
 
     def end(self, num_rows: int, seconds: float) -> None:
-        """After it."""
+        """Learn from the forward that ended."""
         if self._most == 1 or seconds <= 0:
             return
         size = self._size(num_rows)
@@ -163,7 +169,7 @@ class ThreadTuner:
                     each.follow(size.num_threads)
 
     def _became_crowded(self) -> bool:
-        """Whether threads have begun to wait for cores. Seen with all threads alone: fewer may all find a core."""
+        """Whether threads have begun to wait for cores. Read only while all threads run: fewer may all find a core."""
         share = self._core_waits() if self._current == self._most else None
         was = self._is_crowded
         if share is not None and (share > CROWDED or share < QUIET):
@@ -171,7 +177,10 @@ class ThreadTuner:
         return bool(self._is_crowded) and not was
 
     def _size(self, num_rows: int) -> _SizeTuner:
-        """Forwards of 1 row, of 2 to 7, of 8 to 31, and so on. A new one begins like its neighbour if crowded."""
+        """One tuner for 1 row, one for 2 to 7, one for 8 to 31, and so on.
+
+        Where other programs use the cores, a new one begins with the choice of its nearest neighbour.
+        """
         key = num_rows.bit_length() // 2
         if key not in self._sizes:
             begins_with = self._most
@@ -182,18 +191,18 @@ class ThreadTuner:
 
 
 class _SizeTuner:
-    """The threads of forwards of one size. Their pace is the seconds of a row."""
+    """The threads for forwards of one size. The pace of a forward is seconds / (rows + FREE_ROWS)."""
 
     def __init__(self, most: int, num_threads: int) -> None:
         self.num_threads = num_threads
         self._most = most
         self._trial: _Trial | None = None
         self._wait, self._steps_left = FIRST_WAIT, FIRST_WAIT // 8
-        self._usual: dict[int, float] = {}  # pace by rows
-        self._num_changed = 0
+        self._usual: dict[int, float] = {}  # mean pace by rows
+        self._num_changed = 0  # consecutive forwards far from it
         self._tries_fewer = True
-        self._after_change = False  # the next trial follows a change of the machine
-        self.took_large_gain = False  # and brought much
+        self._after_change = False  # the next trial follows a change of the machine's load
+        self.took_large_gain = False  # a trial after a change gained more than LARGE_GAIN
 
     def next_threads(self, may_try: bool) -> int:
         if (
@@ -206,7 +215,7 @@ class _SizeTuner:
         return self._trial.other if self._trial is not None and self._trial.runs_other else self.num_threads
 
     def add(self, num_rows: int, pace: float, is_long: bool) -> bool:
-        """Take in a forward; whether the machine has changed."""
+        """Learn from a forward; returns whether the machine's load has changed."""
         if self._trial is None:
             self._steps_left -= 1
             return self._has_changed(num_rows, pace, CHANGED_LONG_STEPS if is_long else CHANGED_STEPS)
@@ -220,7 +229,7 @@ class _SizeTuner:
         self._after_change = after_change
 
     def follow(self, num_threads: int) -> None:
-        """Take over what another size found, before a trial of its own: some sizes are rare."""
+        """Take over what another size found, until a trial of its own: forwards of some sizes are rare."""
         if num_threads != self.num_threads:
             self.num_threads, self._trial = num_threads, None
             self.try_soon(after_change=False)
@@ -236,30 +245,30 @@ class _SizeTuner:
         self._after_change = False
 
     def _other_count(self) -> int:
-        """Half as many and twice as many in turn; only one of them at either end."""
+        """Half and twice the present count in turn; only one of them is possible at 1 and at `most`."""
         fewer, more = self.num_threads // 2, min(self._most, 2 * self.num_threads)
         if self.num_threads == self._most:
             return fewer
         return more if self.num_threads == 1 or not self._tries_fewer else fewer
 
     def _has_changed(self, num_rows: int, pace: float, num_steps: int) -> bool:
-        """Whether several forwards in a row were far from what is usual for their rows."""
+        """Whether `num_steps` forwards in a row were far from the usual pace for their rows."""
         usual = self._usual.get(num_rows, pace)
         if 1 / CHANGED < pace / usual < CHANGED:
             self._num_changed = 0
-            self._usual[num_rows] = FADING * usual + (1 - FADING) * pace
-        else:  # once, it is a pause of the process and no new speed
+            self._usual[num_rows] = USUAL_DECAY * usual + (1 - USUAL_DECAY) * pace
+        else:  # a single one may be a pause of the process: not learned as usual
             self._num_changed += 1
         return self._num_changed >= num_steps
 
 
 class _Trial:
-    """Another count of threads against the present one, in rounds of A B B A; a clear first pair can be enough."""
+    """The present count of threads (A) against another (B), in rounds of A B B A. A clear first pair ends it."""
 
     def __init__(self, other: int) -> None:
         self.other = other
-        self._paces: list[float] = []  # of the round
-        self._gains: list[float] = []  # log of A over B, of each round
+        self._paces: list[float] = []  # of the forwards of this round
+        self._gains: list[float] = []  # of each round: log(A / B)
         self._is_clear = False
 
     @property
@@ -291,10 +300,10 @@ class _Trial:
 
     @property
     def gain(self) -> float:
-        """Mean log of the present count's seconds over the other's."""
+        """Mean of log(A / B)."""
         return fmean(self._gains)
 
     @property
     def _error(self) -> float:
-        """Standard error of the mean; never taken to be below a hundredth."""
+        """Standard error of the mean gain, at least 0.01."""
         return max(0.01, stdev(self._gains) / math.sqrt(len(self._gains)))

@@ -198,7 +198,7 @@ class SometimesOverlap(Overlap):
 
 
 class RandomStops(RandomLengths):
-    """Likewise, with drafts that end anywhere."""
+    """Random lengths, and drafts that end anywhere."""
 
     name = "random stops"
 

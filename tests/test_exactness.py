@@ -47,14 +47,13 @@ def make_requests(config, seed: int = 0) -> list[Request]:
     for number, (name, params) in enumerate(PARAMS.items()):
         own = random.integers(3, VOCABULARY, size=int(random.integers(1, 18))).tolist()
         prompt = [shared + own, own, own * 3][number % 3][:48]
-        ends = () if params.ignore_eos else config.eos_token_ids
         requests.append(
             Request(
                 id=name,
                 prompt_token_ids=tuple(prompt),
                 params=params,
                 seed=1000 + number,
-                stop_ids=frozenset([*ends, *params.stop_token_ids]),
+                stop_ids=params.stop_ids(config.eos_token_ids),
             )
         )
     return requests

@@ -1,15 +1,15 @@
-"""Make a draft for a target, on one GPU in minutes: some of its own layers, healed on text the target writes itself.
+"""Make a draft for a target, on one GPU in minutes: some of its layers, trained on text that the target writes.
 
     python -m tools.distill write    MODEL DATA.npy --tokens 25e6
     python -m tools.distill train    MODEL DATA.npy DRAFT.gguf --layers 16 --minutes 8
     python -m tools.distill evaluate MODEL DRAFT.gguf --prompts specbench.jsonl.xz
 
-The draft keeps the first and the last layer and an even choice between, and the target's embedding and head. What is
-trained is a difference to each kept matrix, and the norms; the label is the target's whole distribution. In the last
-part of the training the differences are quantised in the forward (straight through in the backward), so that the draft
-that is stored is the draft that was trained. MODEL is a Hugging Face folder or a GGUF file.
+The draft keeps the first and the last layer, evenly spaced layers between, and the target's embedding and head. A
+difference to each kept matrix and the norms are trained against the target's whole distribution. In the last part of
+the training the forward uses quantised differences (the backward is straight-through), so that the stored draft is the
+trained one. MODEL is a Hugging Face folder or a GGUF file.
 
-Nothing here knows the engine; the result is read by faser/models/draft.py.
+Knows nothing of the engine; faser/models/draft.py reads the result.
 """
 
 from __future__ import annotations
@@ -105,15 +105,15 @@ def hidden_of(model: Transformer, tokens: Tensor) -> Tensor:
 
 
 class Writer:
-    """Writes many sequences at once with a KV cache of fixed size; on a GPU a captured graph per stretch of positions.
+    """Generates many sequences at once with a KV cache of fixed size; on a GPU with one graph per `stretch` positions.
 
-    Every sequence starts at position 0 and is led along its own prompt, however long; after it, it samples.
+    Every sequence starts at position 0, follows its own prompt and then samples.
     """
 
     def __init__(self, model: Transformer, num_sequences: int, num_tokens: int, stretch: int = 128) -> None:
         config = model.config
         if num_tokens > model.max_positions:
-            raise ConfigError(f"{num_tokens} tokens a sequence: the target knows {model.max_positions} positions")
+            raise ConfigError(f"{num_tokens} tokens a sequence: the target has {model.max_positions} positions")
         self.model, self.stretch, self.num_tokens = model, stretch, num_tokens
         shape = (model.num_layers, 2, num_sequences, config.num_kv_heads, num_tokens, config.head_dim)
         self.cache = torch.zeros(shape, dtype=model.dtype, device=model.device)
@@ -136,7 +136,7 @@ class Writer:
 
     def _capture(self, seen: int) -> torch.cuda.CUDAGraph:
         stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())  # the position and the tokens are still being written there
+        stream.wait_stream(torch.cuda.current_stream())  # which still writes the position and the tokens
         with torch.cuda.stream(stream):
             self._forward(seen)
         torch.cuda.current_stream().wait_stream(stream)
@@ -167,7 +167,7 @@ Choose = Callable[[Tensor, int], Tensor]  # (logits [sequences, vocabulary], pos
 
 
 def write_sequences(writer: Writer, prompts: Sequence[Sequence[int]], num_tokens: int, choose: Choose) -> Tensor:
-    """[sequences, num_tokens]: each prompt, continued."""
+    """[sequences, num_tokens]: each prompt with its continuation."""
     device, lengths = writer.tokens.device, [len(prompt) for prompt in prompts]
     led = torch.zeros(len(prompts), max(lengths), dtype=torch.int64, device=device)
     for row, prompt in enumerate(prompts):
@@ -188,7 +188,7 @@ def write_sequences(writer: Writer, prompts: Sequence[Sequence[int]], num_tokens
 
 
 def sample_top_p(temperature: Tensor, top_p: float = 0.95, most: int = 64) -> Choose:
-    """Sampling within the best `most` tokens, which hold all but a trace of the mass at these temperatures."""
+    """Top-p sampling among the best `most` tokens, which have nearly all of the probability at these temperatures."""
 
     def choose(logits: Tensor, position: int) -> Tensor:
         best, ids = logits.topk(min(most, logits.shape[-1]), dim=-1)
@@ -222,14 +222,14 @@ def write_data(args: argparse.Namespace) -> None:
             total += batch.numel()
             seconds = time.perf_counter() - started
             print(f"{total / 1e6:.1f} M tokens in {seconds:.0f} s ({total / seconds:,.0f} tokens/s)", flush=True)
-    with open(args.data, "wb") as file:  # a name given to np.save would get a suffix that the training does not expect
+    with open(args.data, "wb") as file:  # np.save would add a suffix to a name
         np.save(file, np.concatenate(batches))
     for row in batches[-1][:3]:
         print(repr(tokenizer.decode(row.tolist(), skip_special_tokens=False))[:700], flush=True)
 
 
 def pick_opening(random: np.random.Generator, questions: Sequence[str]) -> str:
-    """How a user's turn begins: with a common opening, or a whole question of a file (one in five), closed."""
+    """The beginning of a user's turn: a common opening, or, one time in five, a whole question of a file."""
     if questions and random.random() < 0.2:
         return questions[random.integers(len(questions))] + "<|im_end|>\n<|im_start|>assistant\n"
     return OPENINGS[random.integers(len(OPENINGS))]
@@ -241,7 +241,7 @@ def read_questions(path: str | None) -> list[str]:
 
 def read_jsonl(path: str) -> list[dict[str, object]]:
     raw = Path(path).read_bytes()
-    # As bytes: a text would also be split at the line separators that JSON allows within a string.
+    # Split as bytes: str.splitlines would also split at separators that JSON allows within a string.
     return [json.loads(line) for line in (lzma.decompress(raw) if path.endswith(".xz") else raw).splitlines()]
 
 
@@ -249,7 +249,7 @@ def read_jsonl(path: str) -> list[dict[str, object]]:
 
 
 class Student:
-    """The draft in training: per kept layer, a difference to each matrix and its own norms."""
+    """The draft in training: for each kept layer, a difference to each matrix, and norms of its own."""
 
     def __init__(self, target: Transformer, num_layers: int, vocabulary: Tensor | None) -> None:
         if not 2 <= num_layers <= target.num_layers:
@@ -306,10 +306,11 @@ def _require_blocks(tensors: Mapping[str, Tensor]) -> None:
 
 
 def distil_loss(student: Student, hidden: Tensor, right: Tensor, chunk: int = 16384) -> tuple[float, float]:
-    """Divergence of the draft's from the target's distribution, chunk by chunk; leaves the gradient in `hidden.grad`.
+    """KL(target || draft), `chunk` rows at a time; leaves the gradient in `hidden.grad`.
 
-    hidden, right [rows, hidden]. With a short vocabulary the target's distribution is cut to it, and rows count by the
-    mass they keep. Returns the mean loss and the share of rows where the best tokens agree.
+    hidden, right [rows, hidden]: of the draft, of the target. With a short vocabulary the target's distribution is
+    restricted to it, and a row's weight is the probability that remains. Returns the mean loss and the share of rows
+    whose best tokens agree.
     """
     total, agree = torch.zeros((), device=hidden.device), torch.zeros((), device=hidden.device)
     for start in range(0, hidden.shape[0], chunk):
@@ -333,7 +334,7 @@ def distil_loss(student: Student, hidden: Tensor, right: Tensor, chunk: int = 16
 
 
 def batches(data: np.ndarray, size: int, random: np.random.Generator) -> Iterator[np.ndarray]:
-    """Shuffled passes over the data, for ever."""
+    """Endless shuffled passes over the data."""
     if len(data) < size:
         raise ConfigError(f"a batch of {size}: the data have {len(data)} sequences; write more or lower --batch")
     while True:
@@ -366,17 +367,17 @@ def train(args: argparse.Namespace) -> None:
     print(f"{args.draft}: {Path(args.draft).stat().st_size / 1e6:.1f} MB, {note}", flush=True)
 
 
-Progress = Callable[[int], float]  # steps made → share of the training that is over, from 0; at 1 it ends
+ShareDone = Callable[[int], float]  # number of steps → share of the training that is done; it ends at 1
 
 
-def share_of_minutes(minutes: float) -> Progress:
-    """Progress by the clock, from now on: the end is reached whatever the speed."""
+def share_of_minutes(minutes: float) -> ShareDone:
+    """The share of the minutes that have passed since this call."""
     started = time.perf_counter()
     return lambda step: (time.perf_counter() - started) / (60 * minutes)
 
 
-def fit(student: Student, data: np.ndarray, args: argparse.Namespace, progress: Progress) -> list[float]:
-    """Train until `progress` says 1; learning rate and quantisation follow it. Returns the loss of each step."""
+def fit(student: Student, data: np.ndarray, args: argparse.Namespace, share_done: ShareDone) -> list[float]:
+    """Train until `share_done` is 1; it sets the learning rate and when to quantise. Returns the loss of each step."""
     device = student.target.device
     optimiser = torch.optim.AdamW(
         student.parameters(), lr=args.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=device.type == "cuda"
@@ -385,7 +386,7 @@ def fit(student: Student, data: np.ndarray, args: argparse.Namespace, progress: 
     started = time.perf_counter()
     losses: list[float] = []
     agreed: list[float] = []
-    while (done := progress(len(losses))) < 1:
+    while (done := share_done(len(losses))) < 1:
         optimiser.param_groups[0]["lr"] = args.rate * rate_share(len(losses), done)
         tokens = torch.from_numpy(next(feed)).to(device)
         quantised = args.quant == "TQ2_0" and done > args.full_share
@@ -407,12 +408,12 @@ def fit(student: Student, data: np.ndarray, args: argparse.Namespace, progress: 
 
 
 def rate_share(step: int, done: float) -> float:
-    """What of the learning rate is used: a warm-up over 100 steps, a cosine down to 2 % over the whole."""
+    """Factor of the learning rate: linear warm-up over 100 steps, times a cosine from 1 to 0.02 over the training."""
     return min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 def backward(student: Student, tokens: Tensor, quantised: bool) -> tuple[float, float]:
-    """Add the gradient of one batch to the student's; its loss and agreement. tokens [sequences, tokens]."""
+    """Add the gradient of one batch to the student's; returns loss and agreement. tokens [sequences, tokens]."""
     with torch.no_grad():
         right = hidden_of(student.target, tokens).flatten(0, 1)
     out = student.hidden(tokens, quantised).flatten(0, 1)
@@ -426,7 +427,7 @@ def backward(student: Student, tokens: Tensor, quantised: bool) -> tuple[float, 
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """Agreement and tokens per target step on prompts kept out of training, by category, greedy and sampled."""
+    """Agreement and tokens per target step on prompts outside the training, by category, greedy and sampled."""
     device = pick_device(args.device)
     target, tokenizer = load_target(args.model, torch.bfloat16 if device == "cuda" else torch.float32, device)
     drafts = {path: apply_patch(target, read_patch(path, target.config)) for path in args.drafts}
@@ -464,7 +465,7 @@ def chat_prompt(question: str) -> str:
 def write_answers(
     target: Transformer, prompts: Sequence[Sequence[int]], num_output: int, temperature: float
 ) -> list[Tensor]:
-    """The target's own text for each prompt, cut at its first end token."""
+    """The target's output for each prompt, cut after the first end token."""
     num_tokens = max(map(len, prompts)) + num_output
     writer = Writer(target, len(prompts), num_tokens, stretch=256)
     seeds = torch.arange(len(prompts), device=target.device)
@@ -505,7 +506,7 @@ def gumbel(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
 
 @torch.inference_mode()
 def agreements(draft: Transformer, text: Tensor, num_prompt: int, temperature: float, seed: int) -> np.ndarray:
-    """Per output token, whether the draft would have proposed it after the right prefix. [outputs]"""
+    """[outputs]: whether the draft proposes each output token, given the target's tokens before it."""
     hidden = hidden_of(draft, text[None, :-1])[0, num_prompt - 1 :]
     logits = F.linear(hidden, draft.head).float()
     if temperature:
@@ -530,7 +531,7 @@ def tabulate(agreed: Sequence[np.ndarray], categories: Sequence[str]) -> dict[st
 
 
 def num_steps(agreed: np.ndarray, length: int) -> int:
-    """Target steps for one text when every step drafts `length` tokens: each emits the agreed run and one more."""
+    """Target steps for one text if every step drafts `length` tokens: a step emits the accepted tokens + 1."""
     steps = position = 0
     while position < len(agreed):
         run = agreed[position : position + length]

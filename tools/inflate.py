@@ -1,7 +1,7 @@
-"""Put a small Llama inside a larger shape without changing what it computes, to measure real cost at real acceptance.
+"""Put a small Llama inside a larger shape without changing its function, to measure real cost at real acceptance.
 
-Knows how each dimension of a Llama can grow for free, and how a model becomes a Hugging Face folder. Knows nothing of
-engines, requests or speed. Every matrix product of the result runs at the full size of the shape:
+Knows how each dimension of a Llama can grow without changing the output, and how to write a Hugging Face folder. Knows
+nothing of engines, requests or speed. Every matrix product of the result has the full size of the shape:
 
 * hidden size: the residual stream lies in a random subspace. `frame` [d, D] has orthonormal rows: the embedding and
   every matrix that reads the stream become W @ frame, every matrix that writes it frame^T @ W. The mean of squares over
@@ -13,12 +13,12 @@ engines, requests or speed. Every matrix product of the result runs at the full 
 * head dimension, doubled: rotary pair i moves to pair 2i, which turns as fast at the same theta; queries grow by
   sqrt(2) to undo the smaller attention scale. Values do not rotate: they, too, go to a random subspace of their head.
 * MLP width: copies of neurons, their output columns shared out like those of heads.
-* layers: extra ones, spread evenly between the real ones, are copies of their neighbours that write nothing.
+* layers: extra layers, spread evenly between the real ones, are copies of their neighbours with outputs near zero.
 
-What is dense. Zeros run faster than real data on a GPU, so by default nothing is zero: shares are random and positive,
-and what must add nothing adds 2^-24 of its neighbours instead, which vanishes in the rounding of float32 (outputs of
-extra layers; queries times keys of the odd rotary pairs, 2^-12 each; in float16 the former underflow to zero). With
-dense=False those are zeros, and one copy of each head and neuron has the whole share: the plain twin.
+Zeros run faster than real data on a GPU, so with dense=True (the default) no weight is zero. Shares are random and
+positive. Outputs of extra layers are scaled by 2^-24, and queries and keys of the odd rotary pairs by 2^-12 each: both
+vanish in the rounding of float32 (in float16 the former underflow to zero). With dense=False these weights are zero,
+and one copy of each head and neuron has the whole share.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,10 @@ from faser.models import weights
 from faser.models.config import DTYPES, ModelConfig, Rope
 from faser.models.layers import rope_tables
 from faser.models.transformer import Layer, Transformer
+from faser.progress import Update
 
-Progress = Callable[[int, int], None]  # (done, in all): layers of `inflate`, files of `write_folder`
-
-_WORK = torch.float64  # of every product; the result is rounded once
-_FAINT = 2.0**-12  # queries and keys of the unused rotary pairs, beside the others
+_WORK = torch.float64  # dtype of all arithmetic; the result is rounded once
+_FAINT = 2.0**-12  # scale of queries and keys of the unused rotary pairs
 _SHARD_BYTES = 4 << 30
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.jinja",
@@ -91,7 +90,7 @@ SHAPES = {
 
 
 def inflated_config(config: ModelConfig, shape: Shape, dtype: torch.dtype) -> ModelConfig:
-    """What the inflated model will be, or a ConfigError that says why there can be none."""
+    """The config of the inflated model; ConfigError if the model cannot take this shape."""
     _refuse_features(config)
     _refuse_dimensions(config, shape)
     _refuse_heads(config, shape)
@@ -132,28 +131,28 @@ def _refuse_dimensions(config: ModelConfig, shape: Shape) -> None:
 def _refuse_heads(config: ModelConfig, shape: Shape) -> None:
     if shape.num_heads % shape.num_kv_heads:
         raise ConfigError(f"num_heads={shape.num_heads}: expected a multiple of num_kv_heads={shape.num_kv_heads}")
-    group, slots = config.num_heads // config.num_kv_heads, shape.num_heads // shape.num_kv_heads
-    needed = config.num_kv_heads * math.ceil(group / slots)
+    group, large_group = config.num_heads // config.num_kv_heads, shape.num_heads // shape.num_kv_heads
+    needed = config.num_kv_heads * math.ceil(group / large_group)
     if shape.num_kv_heads < needed:
         raise ConfigError(
-            f"num_kv_heads={shape.num_kv_heads} with {slots} query heads each: the model has {config.num_kv_heads} "
-            f"with {group} each, which takes {needed}; choose a shape with more heads"
+            f"num_kv_heads={shape.num_kv_heads} with {large_group} query heads each: the model has "
+            f"{config.num_kv_heads} with {group} each, which takes {needed}; choose a shape with more heads"
         )
 
 
 def _spread_rope(rope: Rope, stride: int) -> Rope:
-    """The rope of the larger head, whose pair `stride` * i turns as pair i does."""
+    """The rope of the larger head: its pair `stride` * i has the frequency of pair i."""
     return replace(rope, factors=tuple(factor for factor in rope.factors for _ in range(stride)))
 
 
 def _refuse_rope(rope: Rope, head_dim: int, large_rope: Rope, large_head_dim: int) -> None:
-    """Refuse frequencies that do not line up: yarn rounds its ramp to whole dimensions of the head."""
+    """Refuse ropes whose frequencies do not match: yarn rounds its ramp to whole dimensions of the head."""
     # sines at position 1, [pairs]
     sines, large_sines = rope_tables(rope, head_dim, 2)[1][1], rope_tables(large_rope, large_head_dim, 2)[1][1]
     if not torch.allclose(sines, large_sines[:: large_head_dim // head_dim], rtol=1e-5, atol=0):
         raise ConfigError(
-            f"head_dim={large_head_dim}: the model's {rope.kind} rope does not turn such a head at the frequencies of "
-            f"one of {head_dim}; choose a shape with head_dim={head_dim}"
+            f"head_dim={large_head_dim}: the model's {rope.kind} rope gives it other frequencies than head_dim="
+            f"{head_dim}; choose a shape with head_dim={head_dim}"
         )
 
 
@@ -168,12 +167,12 @@ def inflate(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     dense: bool = True,
-    progress: Progress | None = None,
+    progress: Update | None = None,
 ) -> Transformer:
-    """A model of that shape with the function of `model`. A dtype or device of None is that of `model`.
+    """A model of this shape with the function of `model`. dtype and device default to those of `model`.
 
-    Randomness is drawn on the CPU: a seed gives the same model everywhere, up to rounding. Beyond the two models this
-    needs room for about one layer in float64, or the embedding if that is larger.
+    Random numbers are drawn on the CPU: a seed gives the same model everywhere, up to rounding. Needs memory for both
+    models and for one layer in float64, or for the embedding if that is larger.
     """
     dtype, device = dtype or model.dtype, torch.device(device or model.device)
     config = inflated_config(model.config, shape, dtype)
@@ -192,7 +191,7 @@ def inflate(
 
 
 def _layer_sources(small: int, large: int) -> list[tuple[int, bool]]:
-    """For each large layer the small one it copies, and whether it stands for it or is an extra."""
+    """For each large layer: the small layer it copies, and whether it is real (not an extra layer)."""
     places = {(2 * index + 1) * large // (2 * small): index for index in range(small)}
     sources, latest = [], 0
     for place in range(large):
@@ -202,7 +201,7 @@ def _layer_sources(small: int, large: int) -> list[tuple[int, bool]]:
 
 
 class _Inflation:
-    """One run: the random subspace of the residual stream, who copies whom, and the random numbers, in order."""
+    """One inflation: the subspace of the residual stream, which head and neuron copies which, and random numbers."""
 
     def __init__(self, config: ModelConfig, shape: Shape, device: torch.device, seed: int, dense: bool) -> None:
         self._config = config
@@ -227,7 +226,7 @@ class _Inflation:
         into_head.copy_(self._folded(head, norm) @ self._frame)
 
     def layer(self, layer: Layer, into: Layer, real: bool) -> None:
-        """Write a layer that acts as `layer`, or that changes nothing where it is not a real one."""
+        """Write a layer with the function of `layer`, or, if it is not real, one that changes nothing."""
         into.attention_norm.fill_(1)
         into.mlp_norm.fill_(1)
         strength = 1.0 if real else _FAINT**2 if self._dense else 0.0
@@ -242,7 +241,7 @@ class _Inflation:
         query, key, value = folded.view(-1, config.head_dim, shape.hidden_size).split(parts)
         query = self._spread_pairs(query[self._heads] * math.sqrt(self._stride))
         key = self._spread_pairs(key[self._kv_heads])
-        # turns [KV heads, large head_dim, head_dim]: the subspace of each large head where its values lie
+        # turns [KV heads, large head_dim, head_dim]: the subspace of the values in each large head
         turns = self._value_turns()
         value = turns @ value[self._kv_heads]
         into.qkv.copy_(torch.cat([query, key, value]).flatten(0, 1))
@@ -277,7 +276,7 @@ class _Inflation:
         return torch.eye(large, small, dtype=_WORK, device=self._device).expand(self._shape.num_kv_heads, -1, -1)
 
     def _shares(self, sources: Tensor, num_sources: int) -> Tensor:
-        """How much of its source's output each copy writes, [copies]; the copies of one source sum to one."""
+        """[copies]: the share of its source's output that each copy writes. Shares of one source sum to 1."""
         num_copies = sources.shape[0]
         if self._dense:
             shares = 0.5 + torch.rand(num_copies, generator=self._generator, dtype=_WORK).to(self._device)
@@ -291,11 +290,11 @@ class _Inflation:
         return shares / sums[sources]
 
     def _folded(self, matrix: Tensor, norm: Tensor) -> Tensor:
-        """A matrix [out, d] with the weights of the norm before it, and what the larger stream does to that norm."""
+        """A matrix [out, d] times the weights of the norm before it and the scale of the larger residual stream."""
         return self._work(matrix) * (self._work(norm) * self._norm_scale)
 
     def _orthonormal(self, *shape: int) -> Tensor:
-        """Random matrices [..., rows, columns] with orthonormal columns, uniform, whichever QR the device has."""
+        """Uniformly random matrices [..., rows, columns] with orthonormal columns; signs do not depend on the QR."""
         turned, triangle = torch.linalg.qr(self._gaussian(*shape))
         return turned * triangle.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
 
@@ -309,15 +308,15 @@ class _Inflation:
 def _head_sources(config: ModelConfig, shape: Shape) -> list[int]:
     """The small query head that each large one copies.
 
-    Large KV head j copies small KV head j modulo their number. The queries of all copies of a KV head are filled in
-    turn with the queries of the original, so every one of those has a place if there are places enough.
+    Large KV head j copies small KV head j % num_kv_heads. Query heads of its copies take the query heads of the
+    original in turn, so that each of them has a copy.
     """
-    group, slots = config.num_heads // config.num_kv_heads, shape.num_heads // shape.num_kv_heads
+    group, large_group = config.num_heads // config.num_kv_heads, shape.num_heads // shape.num_kv_heads
     sources = []
-    for place in range(shape.num_heads):
-        large_kv_head, slot = divmod(place, slots)
+    for head in range(shape.num_heads):
+        large_kv_head, index = divmod(head, large_group)
         round_index, small_kv_head = divmod(large_kv_head, config.num_kv_heads)
-        sources.append(small_kv_head * group + (round_index * slots + slot) % group)
+        sources.append(small_kv_head * group + (round_index * large_group + index) % group)
     return sources
 
 
@@ -329,9 +328,9 @@ def write_folder(
     folder: str | Path,
     tokenizer_files_from: str | Path | None = None,
     shard_bytes: int = _SHARD_BYTES,
-    progress: Progress | None = None,
+    progress: Update | None = None,
 ) -> None:
-    """Write an ordinary Llama checkpoint: config.json, safetensors and, from another folder, the tokenizer's files."""
+    """Write a Llama checkpoint: config.json, safetensors and, copied from another folder, the tokenizer's files."""
     folder = Path(folder)
     _refuse_features(model.config)
     _refuse_unwritable(model)
@@ -356,7 +355,7 @@ def _refuse_unwritable(model: Transformer) -> None:
         raise ConfigError("the model's head covers a short vocabulary; expected all of it: keep the model in memory")
     if model.config.rope.factors:
         raise ConfigError(
-            "the rope has a factor for each frequency, as in GGUF files, for which a Llama config.json has no place; "
+            "the rope has a factor for each frequency, as in GGUF files, which a Llama config.json cannot hold; "
             "keep the model in memory, or inflate the Hugging Face original"
         )
 
@@ -366,7 +365,7 @@ def _tokenizer_files(folder: Path) -> list[Path]:
 
 
 def _config_dict(model: Transformer) -> dict[str, Any]:
-    """config.json in the older spelling, which every reader knows."""
+    """The contents of config.json, in the older format, which every reader knows."""
     config = model.config
     eos = list(config.eos_token_ids)
     return {
@@ -407,8 +406,9 @@ def _rope_scaling(rope: Rope) -> dict[str, Any] | None:
     return scaling | {name: getattr(rope, name) for name in names}
 
 
-def _write_weights(model: Transformer, folder: Path, shard_bytes: int, progress: Progress | None) -> None:
-    shards = _shards(_named_weights(model), shard_bytes)
+def _write_weights(model: Transformer, folder: Path, shard_bytes: int, progress: Update | None) -> None:
+    named = {name: destination.tensor for name, destination in weights.destinations_of(model).items()}
+    shards = _shards(named, shard_bytes)
     names = [f"model-{index + 1:05}-of-{len(shards):05}.safetensors" for index in range(len(shards))]
     if len(shards) == 1:
         names = [weights.SINGLE_FILE]
@@ -423,39 +423,17 @@ def _write_weights(model: Transformer, folder: Path, shard_bytes: int, progress:
         _write_json(folder / weights.INDEX_FILE, index_file)
 
 
-def _shards(named: Iterator[tuple[str, Tensor]], shard_bytes: int) -> list[dict[str, Tensor]]:
-    """The weights in order, as many to a file as fit, and at least one."""
+def _shards(named: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:
+    """The weights in order, split into files of at most `shard_bytes`, or of one tensor that is larger."""
     shards: list[dict[str, Tensor]] = [{}]
     filled = 0
-    for name, weight in named:
+    for name, weight in named.items():
         if filled and filled + weight.nbytes > shard_bytes:
             shards.append({})
             filled = 0
         shards[-1][name] = weight
         filled += weight.nbytes
     return shards
-
-
-def _named_weights(model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a Llama checkpoint; nothing is copied."""
-    yield "model.embed_tokens.weight", model.embedding
-    for index, layer in enumerate(model.layers):
-        for name, weight in _named_layer_weights(layer, model.config):
-            yield f"model.layers.{index}.{name}.weight", weight
-    yield "model.norm.weight", model.final_norm
-    if not model.config.tie_embeddings:
-        yield "lm_head.weight", model.head
-
-
-def _named_layer_weights(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    yield "input_layernorm", layer.attention_norm
-    heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-    parts = layer.qkv.split([num * config.head_dim for num in heads])
-    yield from zip(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), parts, strict=True)
-    yield "self_attn.o_proj", layer.out
-    yield "post_attention_layernorm", layer.mlp_norm
-    yield from zip(("mlp.gate_proj", "mlp.up_proj"), layer.gate_up.chunk(2), strict=True)
-    yield "mlp.down_proj", layer.down
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:

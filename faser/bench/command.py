@@ -34,7 +34,7 @@ from faser.bench.systems import (
 )
 from faser.bench.table import render
 from faser.cli import arguments
-from faser.config import DEFAULT_POLICY, NO_DRAFT, EngineOptions
+from faser.config import API_KEY_VARIABLE, DEFAULT_POLICY, EngineOptions, resolve_draft
 from faser.errors import ConfigError
 from faser.limits import HARD_MAX_LENGTH
 from faser.policy import make_policy
@@ -209,7 +209,7 @@ def _numbers(option: str, text: str | None) -> list[float]:
 
 
 def _policies(args: argparse.Namespace) -> tuple[str, ...]:
-    has_draft = args.draft != NO_DRAFT and (args.draft is not None or args.model is None)
+    has_draft = resolve_draft(args.model, args.draft) is not None
     text = args.policies or (f"off,{DEFAULT_POLICY}" if has_draft else "off")
     names = expand_policies(text)
     for name in names:
@@ -500,7 +500,7 @@ def _needs_cost(policy: str) -> bool:
 
 
 def _remote(args: argparse.Namespace, url: str) -> Remote:
-    key = args.api_key or os.environ.get(arguments.API_KEY_VARIABLE)
+    key = args.api_key or os.environ.get(API_KEY_VARIABLE)
     remote = Remote(url, key, args.request_timeout, args.temperature)
     remote.connect()
     return remote

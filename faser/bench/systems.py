@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from faser.bench.remote import Remote, play_remote
-from faser.config import NO_DRAFT, EngineOptions
+from faser.config import EngineOptions, draft_name
 from faser.engine.engine import Engine
 from faser.errors import EngineError
 from faser.machine import processor_name
@@ -99,15 +99,12 @@ class Loaded:
 
 def load_engine(model: str | None, draft: str | None, options: EngineOptions, chat: bool) -> Loaded:
     from faser.build import build_engine, load_pair
-    from faser.models.source import DEFAULT_DRAFT, open_target
+    from faser.models.source import open_target
 
     source = open_target(model)
     pair = load_pair(model, draft, options)
     engine = build_engine(pair.target, pair.draft, options, pair.tokenizer)
     encode = None if pair.tokenizer is None else partial(pair.tokenizer.encode, add_special_tokens=False)
-    drafts = draft if draft is not None or model is not None else DEFAULT_DRAFT.stem
-    if drafts == NO_DRAFT:
-        drafts = None
     return Loaded(
         engine,
         Vocabulary(
@@ -118,7 +115,7 @@ def load_engine(model: str | None, draft: str | None, options: EngineOptions, ch
         ),
         {
             "model": Path(model or source.path).name,
-            "draft": None if drafts is None else Path(drafts).name,
+            "draft": draft_name(model, draft),
             "device": _device_name(pair.target.device.type),
             "dtype": str(pair.target.dtype).removeprefix("torch."),
             "max_running": engine.scheduler.limits.max_running,

@@ -1,8 +1,7 @@
-"""The options of the command line, each written once, and the values that are made of them.
+"""The options of the command line, each written once, and the values made from them.
 
-Knows argparse, names and defaults; what a value may be is known to the classes that take it. Importing this imports the
-standard library alone, so that --help answers at once; the defaults are therefore repeated here, and a test holds them
-against those of the classes.
+Knows argparse, names and defaults; the classes that take the values check them. Imports the standard library alone, so
+that --help answers at once. The defaults are therefore repeated here; a test compares them with those of the classes.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ if TYPE_CHECKING:
     from faser.request import SamplingParams
 
 POLICIES = "faser, off, fixed:K, table:64=3/128=1, goodput, ema, adaspec, tetris, nightjar, faser-gp"
-API_KEY_VARIABLE = "FASER_API_KEY"
-# what a shell completes with file names
+# Options that a shell completes with file names.
 FILE_DESTINATIONS = (
     "model", "draft", "chat_template", "trace", "workload", "save_workload", "prompts", "out", "report",
     "profile",
@@ -69,8 +67,8 @@ _port.__name__ = "port"  # argparse names the type in its message
 
 
 def add_debug(parser: argparse.ArgumentParser, default: Any = argparse.SUPPRESS) -> None:
-    """For every parser, so that it may stand before or after the command; only the first of them sets a default."""
-    parser.add_argument("--debug", action="store_true", default=default, help="on an error, show where it was raised")
+    """Add --debug to a parser: to all, so that it may stand before or after the command; one alone sets a default."""
+    parser.add_argument("--debug", action="store_true", default=default, help="on an error, show the stack trace")
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +90,7 @@ def _add_engine_sizes(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
     engine.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu or cuda")
     engine.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     engine.add_argument(
-        "--max-model-len", type=int, metavar="N", help="tokens of one request; default: what the model knows"
+        "--max-model-len", type=int, metavar="N", help="tokens of one request; default: the model's context length"
     )
     engine.add_argument(
         "--max-running", type=int, metavar="N", help="requests in one batch; default: 64 on a CPU, 256 on a GPU"
@@ -102,13 +100,13 @@ def _add_engine_sizes(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
     )
     engine.add_argument(
         "--max-step-ms", type=float, metavar="MS",
-        help="a step takes no more prompt rows than fit into this time, so that streams do not stall behind a long "
-        "prompt; 0: no bound; default: 300 on a CPU, 60 on a GPU",
+        help="a step computes no more prompt rows than fit into this time, so that a long prompt does not stall "
+        "streams; 0: no bound; default: 300 on a CPU, 60 on a GPU",
     )  # fmt: skip
     engine.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens in one KV page")
     engine.add_argument(
         "--kv-memory", type=float, metavar="GIB",
-        help="KV pages of both models, enough for a request of 256 tokens; default: the device's choice",
+        help="memory for the KV pages of both models, at least enough for 256 tokens; default: the device's choice",
     )  # fmt: skip
     return engine
 
@@ -116,56 +114,50 @@ def _add_engine_sizes(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
 def _add_mechanisms(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument(
         "--early-exit", choices=("auto", "on", "off"), default="auto",
-        help="drop drafts in the midst of a verification: where by the profile it pays (default), always, never",
+        help="drop drafts inside a verification: auto (where the profile says that it pays, default), on or off",
     )  # fmt: skip
     engine.add_argument(
         "--overlap", choices=("auto", "on", "off"), default="auto",
-        help="draft on while the drafts before are verified: where by the profile it pays (default), always, never",
+        help="draft while earlier drafts are verified: auto (where the profile says that it pays, default), on or off",
     )  # fmt: skip
 
 
 def _add_profile_file(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument(
         "--profile", metavar="FILE",
-        help="what forwards cost, made by `faser profile`; default: the one kept for this machine and these models",
+        help="the cost of forwards, made by `faser profile`; default: the one kept for this machine and these models",
     )  # fmt: skip
 
 
 def add_profile(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Measure what the forwards of target and draft cost on this machine and keep it for policies that go by it. "
-        "Prints a table for people, then the profile as one JSON document on the last line."
+        "Measure what the forwards of target and draft cost on this machine, and keep it for policies that need it. "
+        "Prints tables for people, then the profile as one JSON document on the last line."
     )
-    parser.add_argument("--out", metavar="FILE", help="default: where later starts look for it")
-    parser.add_argument("--budget", type=float, metavar="S", help="seconds; default: 18 on a GPU, 6 on a CPU")
+    parser.add_argument("--out", metavar="FILE", help="default: the cache, where later starts find it")
+    parser.add_argument("--budget", type=float, metavar="S", help="seconds to spend; default: 18 on a GPU, 6 on a CPU")
     engine = _add_engine_sizes(parser)
-    engine.add_argument("--policy", help="whose lengths to prepare for; default: as for `faser serve`")
+    engine.add_argument("--policy", help="measure the draft lengths of this policy; default: as for `faser serve`")
     parser.set_defaults(profile=None, no_prefix_caching=False, early_exit="auto", overlap="auto")
 
 
 def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of EngineOptions, which `LLM` takes too."""
+    names = (
+        "policy", "device", "dtype", "max_model_len", "max_running", "max_batch_tokens", "max_step_ms", "page_size",
+        "profile", "early_exit", "overlap",
+    )  # fmt: skip
     return {
-        "policy": args.policy,
-        "device": args.device,
-        "dtype": args.dtype,
-        "max_model_len": args.max_model_len,
-        "max_running": args.max_running,
-        "max_batch_tokens": args.max_batch_tokens,
-        "max_step_ms": args.max_step_ms,
-        "page_size": args.page_size,
+        **{name: getattr(args, name) for name in names},
         "kv_memory": None if args.kv_memory is None else _num_bytes("--kv-memory", args.kv_memory, 2**30),
         "prefix_caching": not args.no_prefix_caching,
-        "profile": args.profile,
-        "early_exit": args.early_exit,
-        "overlap": args.overlap,
     }
 
 
 def add_generation_config(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--generation-config", choices=("auto", "none"), default="auto",
-        help="sampling defaults: of the model's generation_config.json (auto, the default), or not (none)",
+        help="sampling defaults: auto (those of the model's generation_config.json, the default) or none",
     )  # fmt: skip
 
 
@@ -188,7 +180,7 @@ def add_sampling(parser: argparse.ArgumentParser, fallback: dict[str, Any]) -> N
     sampling.add_argument("--min-p", type=float, metavar="P", help="0 keeps all; default: the model's, else 0")
     sampling.add_argument("--seed", type=int, help="same prompt, parameters and seed give the same text")
     sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="may be given several times")
-    sampling.add_argument("--ignore-eos", action="store_true", help="go on past the model's end token")
+    sampling.add_argument("--ignore-eos", action="store_true", help="continue after the model's end token")
     sampling.add_argument("--presence-penalty", type=float, default=0.0, metavar="X")
     sampling.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X")
     sampling.add_argument(
@@ -200,22 +192,15 @@ def add_sampling(parser: argparse.ArgumentParser, fallback: dict[str, Any]) -> N
 def sampling_params(
     args: argparse.Namespace, defaults: Mapping[str, Any], logprobs: int | None = None
 ) -> SamplingParams:
-    """The options given; for those that are not, `defaults`."""
+    """The given options; `defaults` for the others."""
     from faser.request import SamplingParams
 
-    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    names = (
+        "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos",
+        "presence_penalty", "frequency_penalty", "repetition_penalty", "max_draft",
+    )  # fmt: skip
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return SamplingParams(
-        **{**defaults, **given},
-        min_tokens=args.min_tokens,
-        seed=args.seed,
-        stop=args.stop,
-        ignore_eos=args.ignore_eos,
-        presence_penalty=args.presence_penalty,
-        frequency_penalty=args.frequency_penalty,
-        logprobs=logprobs,
-        max_draft=args.max_draft,
-    )
+    return SamplingParams(**{**defaults, **given}, logprobs=logprobs)
 
 
 def add_chat_template(parser: argparse.ArgumentParser) -> None:
@@ -242,11 +227,11 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--served-model-name", metavar="NAME", help="what clients call the model; default: its own")
     server.add_argument(
         "--api-key", action="append", default=[], metavar="KEY",
-        help=f"ask clients for it, on all paths but /health; may be given several times. {API_KEY_VARIABLE} keeps it "
-        "out of the process list",
+        help="clients must send it, on all paths but /health and the dashboard's page; may be given several times. A "
+        "key in the variable FASER_API_KEY does not show in the process list",
     )  # fmt: skip
-    server.add_argument("--open-metrics", action="store_true", help="with a key: serve /metrics without it")
-    server.add_argument("--max-waiting", type=int, default=256, metavar="N", help="requests that queue; default: 256")
+    server.add_argument("--open-metrics", action="store_true", help="serve /metrics without a key")
+    server.add_argument("--max-waiting", type=int, default=256, metavar="N", help="requests in the queue; default: 256")
     server.add_argument("--max-body-size", type=float, default=8.0, metavar="MIB", help="of one request; default: 8")
     server.add_argument("--max-prompt-tokens", type=int, metavar="N", help="default: what the model takes")
     server.add_argument(
@@ -254,11 +239,15 @@ def add_server(parser: argparse.ArgumentParser) -> None:
         help="a web page that may call the server; may be given several times, * is all",
     )  # fmt: skip
     server.add_argument(
-        "--grace", type=float, default=30.0, metavar="SECONDS", help="for open requests on SIGTERM; default: 30"
+        "--grace",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="for open requests to finish after SIGTERM; default: 30",
     )
     server.add_argument(
         "--engine-timeout", type=float, default=300.0, metavar="SECONDS",
-        help="a step that takes longer means a hung engine, which is killed; default: 300",
+        help="an engine that is silent for longer, with requests open, is killed as hung; default: 300",
     )  # fmt: skip
     server.add_argument("--on-engine-failure", choices=("restart", "exit"), default="restart", help="default: restart")
     server.add_argument(
@@ -269,39 +258,31 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def server_options(args: argparse.Namespace) -> ServerOptions:
-    from faser.config import EngineOptions, ServerOptions
+    from faser.config import API_KEY_VARIABLE, EngineOptions, ServerOptions
 
     key = os.environ.get(API_KEY_VARIABLE)
+    names = (
+        "model", "draft", "host", "port", "served_model_name", "open_metrics", "max_waiting", "max_prompt_tokens",
+        "grace", "on_engine_failure", "engine_timeout", "generation_config", "log_level",
+    )  # fmt: skip
     return ServerOptions(
-        model=args.model,
-        draft=args.draft,
+        **{name: getattr(args, name) for name in names},
         engine=EngineOptions(**engine_fields(args)),
-        host=args.host,
-        port=args.port,
-        served_model_name=args.served_model_name,
         api_keys=(*args.api_key, *([key] if key else [])),
-        open_metrics=args.open_metrics,
-        max_waiting=args.max_waiting,
         max_body_size=_num_bytes("--max-body-size", args.max_body_size, 2**20),
-        max_prompt_tokens=args.max_prompt_tokens,
         cors_origins=tuple(args.cors_origin),
-        grace=args.grace,
-        on_engine_failure=args.on_engine_failure,
-        engine_timeout=args.engine_timeout,
         chat_template=chat_template_text(args),
-        generation_config=args.generation_config,
-        log_level=args.log_level,
     )
 
 
 def add_bench(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Play traffic through FASER in this process, or through any server of the OpenAI API, and print its figures: "
-        "a table for people, then one JSON document on the last line. It first says how long it will take. Ctrl-C and "
-        "SIGTERM end it early and keep what was measured. docs/metrics.md defines every figure."
+        "Play traffic through FASER in this process, or through any server of the OpenAI API, and print the figures: "
+        "a table for people, then one JSON document on the last line. First prints how long it will take. Ctrl-C and "
+        "SIGTERM end it early; what was measured is kept. docs/metrics.md defines every figure."
     )
     sized = (
-        "without a trace: Poisson arrivals at about half of what this machine can do; poisson:1 where --rate, "
+        "without a trace: Poisson arrivals at about half of this machine's capacity; poisson:1 where --rate, "
         "--scale, --loads, --duration or --requests is given"
     )
     _add_bench_prompts(_add_bench_traffic(parser, sized))
@@ -309,12 +290,15 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     _add_bench_results(parser)
     engine = _add_engine_sizes(parser)
     engine.add_argument(
-        "--prefix-caching", dest="no_prefix_caching", action="store_false", help="default: off, so that runs are alike"
+        "--prefix-caching",
+        dest="no_prefix_caching",
+        action="store_false",
+        help="default: off, so that runs are comparable",
     )
     _add_mechanisms(engine)
     engine.add_argument(
         "--acceptance", type=float, metavar="P",
-        help="accept each drafted token with this probability, whatever it says: wrong text, real cost",
+        help="accept each drafted token with this probability: wrong text at real cost",
     )  # fmt: skip
     _add_profile_file(engine)
     parser.set_defaults(policy=None, repeats_trace=False)
@@ -322,19 +306,21 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
 
 def add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Play traffic through the real scheduler and policies on a virtual clock: steps take the seconds of a profile, "
-        "drafts are judged by an oracle. The figures are those of `faser bench`. docs/simulator.md says how it works."
+        "Play traffic through the real scheduler and policies on a virtual clock: a profile gives the seconds of a "
+        "step, an oracle decides which drafts are accepted. The figures are those of `faser bench`. docs/simulator.md "
+        "explains it."
     )
     _add_bench_traffic(parser, "without a trace: poisson:1")
     systems = parser.add_argument_group("systems")
     _add_policies(systems)
     systems.add_argument(
         "--against", action="append", default=[], metavar="[NAME=]FILE",
-        help="results to stand beside, as of `faser bench`; may be given several times, ratios are against the first",
+        help="a file of results to compare with, from `faser bench`; may be given several times; ratios are taken "
+        "against the first",
     )  # fmt: skip
     _add_bench_results(parser)
     _add_simulated_machine(parser)
-    # what `faser bench` can be told besides, and nothing simulated needs
+    # Options of `faser bench` that a simulation does not have.
     parser.set_defaults(
         url=None, api_key=None, request_timeout=600.0, warmup=0, model=None, draft=None, save_workload=None,
         repeats_trace=True,
@@ -345,15 +331,16 @@ def _add_simulated_machine(parser: argparse.ArgumentParser) -> None:
     machine = parser.add_argument_group("simulated machine")
     machine.add_argument(
         "--profile", default="h200-8b-1b", metavar="NAME|FILE",
-        help="what forwards cost: h200-8b-1b (default), h200-32b-0.6b, or a file of `faser profile`",
+        help="the cost of forwards: h200-8b-1b (default), h200-32b-0.6b, or a file of `faser profile`",
     )  # fmt: skip
     machine.add_argument(
         "--acceptance", default="replay", metavar="HOW",
-        help="replay (measured sequences, default), P, P:SPREAD, P:SPREAD:DRIFT, or a document of `faser bench`",
+        help="which drafts are accepted: replay (measured sequences, default), P, P:SPREAD, P:SPREAD:DRIFT, or a "
+        "document of `faser bench`",
     )  # fmt: skip
     machine.add_argument(
         "--replicas", type=int, default=1, metavar="N",
-        help="so many machines behind a least-loaded router; above 16, by tables of one; default: 1",
+        help="machines behind a least-loaded router; more than 16 are computed from tables of one; default: 1",
     )  # fmt: skip
     machine.add_argument("--max-running", type=int, default=256, metavar="N", help="requests in a batch; default: 256")
     machine.add_argument(
@@ -361,24 +348,24 @@ def _add_simulated_machine(parser: argparse.ArgumentParser) -> None:
     )
     machine.add_argument(
         "--max-step-ms", type=float, default=50.0, metavar="MS",
-        help="a step takes no more prompt rows than fit into this time; 0: no bound; default: 50",
+        help="a step computes no more prompt rows than fit into this time; 0: no bound; default: 50",
     )  # fmt: skip
     machine.add_argument(
         "--max-model-len", type=int, default=4096, metavar="N", help="tokens of one request; default: 4096"
     )
     machine.add_argument(
-        "--kv-tokens", type=int, metavar="N", help="that each KV pool holds; default: what the profile says"
+        "--kv-tokens", type=int, metavar="N", help="tokens in each KV pool; default: as in the profile"
     )
     machine.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens in one KV page; default: 16")
     machine.add_argument(
-        "--no-run-ahead", action="store_true", help="plan a step only when the one before has ended, as on a CPU"
+        "--no-run-ahead", action="store_true", help="plan a step only after the previous one has ended, as on a CPU"
     )
     machine.add_argument(
         "--overlap", choices=("auto", "on", "off"), default="off",
-        help="draft on while the drafts before are verified; what that takes must be in the profile (default: off)",
+        help="draft while earlier drafts are verified; needs a profile with the cost of it; default: off",
     )  # fmt: skip
     machine.add_argument(
-        "--noise", type=float, default=0.0, metavar="SHARE", help="spread of a step's seconds, as 0.05; default: none"
+        "--noise", type=float, default=0.0, metavar="SHARE", help="spread of a step's seconds, e.g. 0.05; default: 0"
     )
 
 
@@ -390,43 +377,51 @@ def _add_bench_traffic(parser: argparse.ArgumentParser, default_arrivals: str) -
     )  # fmt: skip
     traffic.add_argument(
         "--arrivals", metavar="PROCESS",
-        help="instead of a trace's: poisson:RATE, gamma:RATE:SHAPE, square:LOW:HIGH:PERIOD, ramp:LOW:HIGH; "
+        help="arrivals, instead of a trace's: poisson:RATE, gamma:RATE:SHAPE, square:LOW:HIGH:PERIOD, ramp:LOW:HIGH; "
         f"default {default_arrivals}",
     )  # fmt: skip
-    traffic.add_argument("--concurrency", metavar="N,…", help="closed loops instead: so many requests open at a time")
+    traffic.add_argument("--concurrency", metavar="N,…", help="closed loops instead: N requests open at all times")
     traffic.add_argument("--workload", metavar="FILE", help="play the requests of this file")
-    traffic.add_argument("--rate", metavar="R,…", help="mean requests per second, one or several")
-    traffic.add_argument("--scale", type=float, metavar="X", help="or times the rate of the source")
+    traffic.add_argument("--rate", metavar="R,…", help="mean requests per second, one or several values")
+    traffic.add_argument("--scale", type=float, metavar="X", help="instead of --rate: times the rate of the source")
     traffic.add_argument(
         "--loads", metavar="X,…", help="several rates, as multiples of --rate or of the source's; A..B:N are N of them"
     )
-    traffic.add_argument("--start", type=float, default=0.0, metavar="S", help="skip so many seconds of a trace")
+    traffic.add_argument("--start", type=float, default=0.0, metavar="S", help="skip the first S seconds of a trace")
     traffic.add_argument(
-        "--duration", type=float, metavar="S", help="seconds of traffic; default: 30, of a trace all there is"
+        "--duration", type=float, metavar="S", help="seconds of traffic; default: 30, or the whole trace"
     )
     traffic.add_argument(
         "--span", type=float, metavar="S",
-        help="play that part of the trace in so many seconds; the rate is then met by leaving requests out",
+        help="play that part of the trace in S seconds; requests are left out until the rate is met",
     )  # fmt: skip
-    traffic.add_argument("--requests", type=int, metavar="N", help="at most so many; of a closed loop, so many")
-    traffic.add_argument("--prompt-len", default="128", metavar="N|A..B", help="tokens, without a trace; default: 128")
-    traffic.add_argument("--output-len", default="64", metavar="N|A..B", help="likewise; default: 64")
-    traffic.add_argument("--length-scale", type=float, default=1.0, metavar="X", help="times all lengths")
+    traffic.add_argument("--requests", type=int, metavar="N", help="at most N requests; exactly N in a closed loop")
+    traffic.add_argument(
+        "--prompt-len", default="128", metavar="N|A..B", help="prompt tokens, without a trace; default: 128"
+    )
+    traffic.add_argument(
+        "--output-len", default="64", metavar="N|A..B", help="output tokens, without a trace; default: 64"
+    )
+    traffic.add_argument(
+        "--length-scale", type=float, default=1.0, metavar="X", help="multiplies all lengths; default: 1"
+    )
     traffic.add_argument(
         "--max-prompt", type=int, metavar="N", help="cut longer prompts; default: what the model takes"
     )
-    traffic.add_argument("--max-output", type=int, metavar="N", help="likewise outputs")
+    traffic.add_argument(
+        "--max-output", type=int, metavar="N", help="cut longer outputs; default: what the model takes"
+    )
     traffic.add_argument(
         "--prompts", default="specbench", metavar="NAME,…",
         help="specbench, mtbench, gsm8k, a text or JSON Lines file, or random (tokens); default: specbench",
     )  # fmt: skip
-    traffic.add_argument("--seed", type=int, default=0, help="of everything that is drawn; default: 0")
+    traffic.add_argument("--seed", type=int, default=0, help="of all random numbers; default: 0")
     return traffic
 
 
 def _add_bench_prompts(traffic: argparse._ArgumentGroup) -> None:
-    """What matters only where prompts have a text."""
-    traffic.add_argument("--save-workload", metavar="FILE", help="write the requests there, to be played elsewhere too")
+    """Options for prompts that have a text."""
+    traffic.add_argument("--save-workload", metavar="FILE", help="write the requests to a file that --workload plays")
     traffic.add_argument("--no-chat-template", action="store_true", help="prompts without the model's chat template")
     traffic.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
 
@@ -437,10 +432,10 @@ def _add_bench_systems(parser: argparse.ArgumentParser) -> None:
     systems.add_argument("--url", help="a server of the OpenAI API instead of FASER in this process")
     systems.add_argument(
         "--against", action="append", default=[], metavar="[NAME=]URL|FILE",
-        help="another system beside it: a server, which plays the same traffic, or a file of results; "
-        "may be given several times, ratios are taken against the first",
+        help="a system to compare with: a server, which plays the same traffic, or a file of results; "
+        "may be given several times; ratios are taken against the first",
     )  # fmt: skip
-    systems.add_argument("--api-key", metavar="KEY", help=f"for servers; default: {API_KEY_VARIABLE}")
+    systems.add_argument("--api-key", metavar="KEY", help="for servers; default: FASER_API_KEY")
     systems.add_argument(
         "--request-timeout", type=float, default=600.0, metavar="S", help="for a server's answer; default: 600"
     )
@@ -451,13 +446,19 @@ def _add_policies(systems: argparse._ArgumentGroup) -> None:
     systems.add_argument(
         "--policies", metavar="P,…", help=f"each plays the same traffic: {POLICIES}, fixed:1..6; default: off,faser"
     )
-    systems.add_argument("--repeats", type=int, default=1, metavar="N", help="median and spread of N; default: 1")
+    systems.add_argument(
+        "--repeats",
+        type=int,
+        default=1,
+        metavar="N",
+        help="runs of each; the table shows median and spread; default: 1",
+    )
 
 
 def _add_bench_results(parser: argparse.ArgumentParser) -> None:
     results = parser.add_argument_group("results")
-    results.add_argument("--slo", metavar="NAME=S,…", help="what counts as good, e.g. ttft=0.5,tpot=0.05 in seconds")
-    results.add_argument("--out", metavar="FILE", help="write the whole document, every request in it")
+    results.add_argument("--slo", metavar="NAME=S,…", help="limits for goodput, e.g. ttft=0.5,tpot=0.05 in seconds")
+    results.add_argument("--out", metavar="FILE", help="write the whole JSON document, with every request")
     results.add_argument("--report", metavar="DIR", help="write one HTML page with plots, and the plots as images")
 
 

@@ -1,4 +1,4 @@
-"""Keys typed while the terminal shows something else: not echoed, and kept for the next prompt."""
+"""Keys typed while an answer is printed: not echoed, and kept for the next prompt."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGTSTP) if os.name == "posix" else ()
 
 @contextmanager
 def without_echo(keyboard: TextIO) -> Iterator[None]:
-    """Keys typed while the block runs are not shown. They stay in the terminal's buffer for whoever reads next.
+    """Do not show keys typed while the block runs. They stay in the terminal's buffer for the next read.
 
-    The terminal is as before when the block ends, and while a signal has stopped (Ctrl-Z) or ended the process. Without
-    a terminal nothing happens.
+    The echo is restored when the block ends, and when a signal stops (Ctrl-Z) or ends the process. Without a terminal
+    nothing happens.
     """
     if os.name != "posix" or not keyboard.isatty():
         yield
@@ -53,7 +53,7 @@ class _Echo:
         self._set(self._before)
 
     def give_way(self, number: int, _frame: object) -> None:
-        """Let a signal do what it does by default, with the terminal as it was; then go on if it only stopped us."""
+        """Restore the echo and let the signal do its default; if it only stopped the process, go on without echo."""
         self.restore()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

@@ -1,6 +1,6 @@
 """The command line. Parses first and imports later, so that --help answers at once.
 
-Knows the commands and how they end: the exit status, and errors in one line. Their options are in arguments.py.
+Knows the commands, their exit status, and how an error becomes one line. Their options are in arguments.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from faser.cli import arguments
+from faser.extras import require
 
 if TYPE_CHECKING:
     from faser.llm import LLM
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not hasattr(args, "run"):
         parser.print_help(sys.stderr)
         return MISUSED
-    from faser.errors import FaserError
+    from faser.errors import FaserError, MissingPackage
     from faser.threads import prepare_openmp
 
     prepare_openmp()  # for this process, before torch loads, and for the server's engine
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FaserError as error:
         if args.debug:
             raise
-        return _report(str(error), FAILED)
+        is_incomplete = isinstance(error, MissingPackage)  # then some commands work and this one does not
+        return _report(str(error), FAILED, f"faser {args.command}" if is_incomplete else "faser")
     except Exception as error:
         if args.debug:
             raise
@@ -56,29 +58,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(f"{reason}; run again with --debug for the trace", BROKEN)
 
 
-def _report(text: str, status: int) -> int:
-    print("faser:", " ".join(text.splitlines()), file=sys.stderr)
+def _report(text: str, status: int, program: str = "faser") -> int:
+    print(f"{program}:", " ".join(text.splitlines()), file=sys.stderr)
     return status
 
 
 def _tolerate_encodings() -> None:
-    """Show what a terminal's encoding lacks, and read what is none, as replacement characters, not as an error."""
+    """Write characters that the terminal cannot show, and read bytes that are no characters, as replacements."""
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
 def _discard_output() -> None:
-    """The reader has gone; Python would still flush on its way out, and complain."""
+    """The reader of the pipe has gone: without this, Python would fail to flush at exit and report it."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = arguments.Parser(prog="faser", description="Speculative decoding that never changes the output.")
-    parser.add_argument("--version", action=_Version, help="print the version and leave")
+    parser.add_argument("--version", action=_Version, help="print the version and exit")
     arguments.add_debug(parser, default=False)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
 
     serve = commands.add_parser("serve", help="serve the OpenAI API over HTTP")
     serve.set_defaults(run=_serve)
@@ -93,7 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_generate)
     _add_generate_arguments(generate)
 
-    bench = commands.add_parser("bench", help="measure policies, or a server, under real traffic")
+    bench = commands.add_parser("bench", help="measure policies, or a server, under realistic traffic")
     bench.set_defaults(run=_bench)
     arguments.add_bench(bench)
 
@@ -101,7 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
     profile.set_defaults(run=_profile)
     arguments.add_profile(profile)
 
-    simulate = commands.add_parser("simulate", help="play traffic through simulated GPUs, one or a thousand")
+    simulate = commands.add_parser("simulate", help="play traffic through simulated GPUs, from one to thousands")
     simulate.set_defaults(run=_simulate)
     arguments.add_simulate(simulate)
 
@@ -129,6 +131,7 @@ class _Version(argparse.Action):
 
 
 def _serve(args: argparse.Namespace) -> int:
+    require("server")
     options = arguments.server_options(args)
     from faser.server.run import serve
 
@@ -150,6 +153,7 @@ def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
 def _chat(args: argparse.Namespace) -> int:
     from faser.cli.terminal import Chat, Screen
 
+    require("engine")
     params = arguments.sampling_params(args, _sampling_defaults(args, arguments.CHAT_SAMPLING))
     interactive, screen = sys.stdin.isatty(), Screen(args.show_drafts)
     with _make_chat_llm(args) as llm:
@@ -161,7 +165,7 @@ def _chat(args: argparse.Namespace) -> int:
 
 
 def _sampling_defaults(args: argparse.Namespace, fallback: dict[str, Any]) -> dict[str, Any]:
-    """For options that were not given: what the model recommends, else `fallback`."""
+    """For options that were not given: the model's recommendation, else `fallback`."""
     from faser.models.source import recommended_sampling
 
     recommended = recommended_sampling(args.model, args.generation_config)
@@ -170,7 +174,7 @@ def _sampling_defaults(args: argparse.Namespace, fallback: dict[str, Any]) -> di
 
 
 def _make_chat_llm(args: argparse.Namespace) -> LLM:
-    """With a template that is known to work before the first weight is read."""
+    """An LLM whose chat template is known to compile before the first weight is read."""
     from faser.errors import ConfigError
     from faser.models.source import open_target
 
@@ -202,17 +206,18 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
 def _generate(args: argparse.Namespace) -> int:
     from faser.errors import ConfigError
 
+    require("engine")
     if args.logprobs is not None and not args.json:
-        raise ConfigError("--logprobs has nowhere to go without --json; add it")
+        raise ConfigError("--logprobs is only printed with --json; add it")
     if args.chat_template is not None and not args.chat:
-        raise ConfigError("--chat-template has no use without --chat; add it")
+        raise ConfigError("--chat-template is only used with --chat; add it")
     defaults = _sampling_defaults(args, arguments.GENERATE_SAMPLING)
     params = arguments.sampling_params(args, defaults, args.logprobs)
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
     with _make_chat_llm(args) if args.chat else _make_llm(args) as llm:
         prompts = [llm.chat_prompt([{"role": "user", "content": text}]) for text in texts] if args.chat else texts
-        is_free = args.max_tokens is None  # then a prompt that leaves little room is no error
-        outputs = llm.generate(prompts, [llm.fitted(params, prompt) for prompt in prompts] if is_free else params)
+        is_cut = args.max_tokens is None  # to what fits after the prompt; a number that was asked for is not cut
+        outputs = llm.generate(prompts, [llm.fitted(params, prompt) for prompt in prompts] if is_cut else params)
         for number, output in enumerate(outputs):
             print(_as_json(output) if args.json else _as_text(texts[number], output, len(texts) > 1))
             if output.error is not None:
@@ -226,8 +231,8 @@ def _generate(args: argparse.Namespace) -> int:
 def _make_llm(args: argparse.Namespace, chat_template: ChatTemplate | None = None) -> LLM:
     from faser.llm import LLM
 
-    # "none": the commands give every call its parameters, and have read the model's recommendation for them. For a few
-    # answers a profile is not worth the wait; one that was kept is used.
+    # generation_config "none": every call has parameters, made from the model's recommendation. profiling "none": for a
+    # few answers a profile is not worth the wait; a saved one is used.
     fields = {**arguments.engine_fields(args), "profiling": "none"}
     return LLM(args.model, args.draft, chat_template=chat_template, generation_config="none", **fields)
 
@@ -249,6 +254,10 @@ def _as_json(output: RequestOutput) -> str:
 def _bench(args: argparse.Namespace) -> int:
     from faser.bench.command import bench
 
+    if args.url is None or args.workload is None:  # a server plays a workload of token ids without a model here
+        require("engine")
+    if args.report is not None:
+        require("bench")
     return bench(args)
 
 
@@ -258,6 +267,7 @@ def _bench(args: argparse.Namespace) -> int:
 def _profile(args: argparse.Namespace) -> int:
     from faser.cli.profile import profile
 
+    require("engine")
     return profile(args)
 
 
@@ -267,6 +277,8 @@ def _profile(args: argparse.Namespace) -> int:
 def _simulate(args: argparse.Namespace) -> int:
     from faser.bench.simulate import simulate
 
+    if args.report is not None:
+        require("bench")
     return simulate(args)
 
 

@@ -1,4 +1,4 @@
-"""`faser profile`: measure, say what was found, keep it."""
+"""`faser profile`: measure what forwards cost, print it, save it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from faser.cost.overlap import OverlapProfile
 from faser.cost.profile import CURVES, Profile
 from faser.errors import ConfigError
 
-AIM = 0.075  # what predictions of either model may be off by, on average
+TARGET_ERROR = 0.075  # mean error of predictions, of either model, above which the command says so
 TITLES = {
     "verify": "verification, by rows",
     "prompts": "with prompts, by rows",
     "first_draft": "first drafted token, by requests",
-    "next_draft": "each further one, by requests",
-    "catch_up": "first, where drafts catch up, by rows",
+    "next_draft": "each further drafted token, by requests",
+    "catch_up": "first drafted token where the draft catches up, by rows",
 }
 
 
@@ -38,7 +38,7 @@ def profile(args: argparse.Namespace) -> int:
 
 
 def _keep(found: Profile, out: str | None) -> str:
-    """Where it went, for people."""
+    """Save the profile; where it went, for people."""
     if out is None:
         from faser.runtime.profiling.saved import keep
 
@@ -64,7 +64,7 @@ def render(found: Profile) -> str:
 
 def _table(title: str, curve: Curve) -> str:
     end = "" if curve.is_stepped else f" up to {curve.stepped_to:,}"
-    steps = f"; in between as the next larger{end}" if curve.stepped_to else ""
+    steps = f"; sizes in between cost as much as the next larger{end}" if curve.stepped_to else ""
     if not any(curve.seconds):
         return f"{title}: nothing to measure"
     cells: list[tuple[str, ...]] = [("", "ms", "µs per 1,000 tokens of context")]
@@ -74,8 +74,8 @@ def _table(title: str, curve: Curve) -> str:
 
 
 def _beside_table(beside: OverlapProfile) -> str:
-    """Of drafting and verification at a time, on one split of the device."""
-    where = f"on {beside.draft_sms} SMs of its own" if beside.draft_sms else "all shared"
+    """Drafting and verification at the same time, on one split of the device's SMs."""
+    where = f"{beside.draft_sms} SMs reserved for drafting" if beside.draft_sms else "all SMs shared"
     columns = (beside.draft, beside.verify, beside.together)
     cells: list[tuple[str, ...]] = [("", "draft alone", "verify alone", "together", "not hidden")]
     cells += [
@@ -86,7 +86,7 @@ def _beside_table(beside: OverlapProfile) -> str:
         )
         for i, size in enumerate(beside.share.rows)
     ]
-    return "\n".join([f"drafting beside verification, {where}, by requests", *_aligned(cells)])
+    return "\n".join([f"drafting during verification, {where}, by requests", *_aligned(cells)])
 
 
 def _aligned(cells: Sequence[tuple[str, ...]]) -> Iterable[str]:
@@ -95,16 +95,16 @@ def _aligned(cells: Sequence[tuple[str, ...]]) -> Iterable[str]:
 
 
 def _verdict(found: Profile) -> str:
-    looks = [] if found.stop_seconds is None else [f"a look at a draft: {1e3 * found.stop_seconds:.3f} ms"]
+    checks = [] if found.stop_seconds is None else [f"a confidence check: {1e3 * found.stop_seconds:.3f} ms"]
     lines = [
         f"host, each step: {1e3 * found.host:.3f} ms",
-        *looks,
-        f"on batches it was not made from: {found.accuracy}",
+        *checks,
+        f"error on batches it was not made from: {found.accuracy}",
     ]
-    over = [name for name in ("verify", "draft") if found.errors.get(name, 0.0) > AIM]
+    over = [name for name in ("verify", "draft") if found.errors.get(name, 0.0) > TARGET_ERROR]
     if over:
         lines.append(
-            f"{' and '.join(over)}: above the {100 * AIM:.1f} % aimed at; on a machine that does other things too, "
-            "try again when it is idle, or with a larger --budget"
+            f"{' and '.join(over)}: above the {100 * TARGET_ERROR:.1f} % aimed at; try again when the machine is idle, "
+            "or with a larger --budget"
         )
     return "\n".join(lines)

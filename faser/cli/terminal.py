@@ -1,8 +1,8 @@
-"""The terminal chat: one conversation, read line by line, answered as the tokens come.
+"""The terminal chat: one conversation, read line by line, answered token by token.
 
-Knows lines, colours and the conversation so far; `LLM` does the rest. Answers go to standard output and everything else
-to standard error, so that a pipe gets the answers alone. Without a terminal nothing is coloured and the first error
-ends the chat; with one, it is shown and the chat goes on.
+Knows lines, colours and the conversation so far. Answers go to standard output and everything else to standard error,
+so that a pipe gets the answers alone. With a terminal an error is shown and the chat goes on; without one nothing is
+coloured and the first error ends the chat.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(co
 
 
 class Screen:
-    """Where a chat is shown. Drafts are marked by colour, or, where there is none, not at all."""
+    """Where a chat is shown. Accepted drafts are coloured if the terminal has colours."""
 
     def __init__(self, show_drafts: bool = False, answers: Console | None = None, notes: Console | None = None) -> None:
         self._answers = answers or Console()
@@ -41,7 +41,7 @@ class Screen:
         self._marks = show_drafts and _no_colours_because(self._answers) is None
 
     def legend(self) -> None:
-        """Say what the colours mean, or why there are none."""
+        """Tell what the colours mean, or why there are none."""
         if self._marks:
             _write(self._notes, "green: draft tokens that were accepted", ACCEPTED)
             self.note("; the rest: the target's own")
@@ -57,14 +57,14 @@ class Screen:
         _write(self._notes, f"{text}\n")
 
     def detail(self, text: str) -> None:
-        """What is nice to know, for people only."""
+        """A remark for people: dropped where the output is no terminal."""
         if self._notes.is_terminal and self._answers.is_terminal:
             _write(self._notes, text, DIM)
             self.note("")
 
 
 def _write(console: Console, text: str, style: Style | None = None) -> None:
-    """To the letter: `Console.print` would wrap lines, expand tabs and drop the line end of a piece."""
+    """Write the text unchanged: `Console.print` would wrap lines, expand tabs and drop a trailing line end."""
     console.print(Segments([Segment(text, style)]), crop=False)
 
 
@@ -77,7 +77,7 @@ def _no_colours_because(console: Console) -> str | None:
 
 
 class Chat:
-    """A conversation and the loop that leads it."""
+    """A conversation, and the loop that reads and answers it."""
 
     def __init__(
         self, llm: LLM, params: SamplingParams, screen: Screen, system: str | None = None, interactive: bool = True
@@ -94,7 +94,7 @@ class Chat:
             "/reset": (self._reset, "forget the conversation; the system prompt stays"),
             "/system": (self._set_system, "TEXT: set the system prompt; without TEXT, go back to the model's own"),
             "/stats": (self._stats, "tokens, speed and drafts since the start"),
-            "/quit": (self._leave, "leave, as does Ctrl-D"),
+            "/quit": (self._leave, "leave; Ctrl-D does the same"),
         }
 
     def run(self) -> None:
@@ -137,7 +137,7 @@ class Chat:
             self._answer(line)
 
     def _answer(self, line: str) -> None:
-        """One turn. A turn that brings no answer is as if it had not been."""
+        """One turn. A turn without an answer leaves the conversation unchanged."""
         self._messages.append({"role": "user", "content": line})
         try:
             answer = self._stream_answer()
@@ -150,7 +150,7 @@ class Chat:
             self._messages.append({"role": "assistant", "content": answer})
 
     def _stream_answer(self) -> str | None:
-        """Show the answer as it comes, and return it; what there is of it if stopped, None if that is nothing."""
+        """Show the answer as it comes, and return it; None if it was stopped before its first text."""
         prompt, params = self._next_request()
         before, text, last, stopped = copy(self._llm.stats), "", None, False
         try:
@@ -171,14 +171,14 @@ class Chat:
         return text if text or not stopped else None
 
     def _next_request(self) -> tuple[list[int], SamplingParams]:
-        """The conversation as a prompt, and parameters that leave its answer no more room than there is."""
+        """The conversation as a prompt, and parameters with max_tokens cut to the room after it."""
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         prompt = self._llm.chat_prompt([*system, *self._messages])
         most, params = self._llm.max_request_tokens, self._params
         room = most - len(prompt)
         if room < max(1, params.min_tokens):
             remedy = "/reset begins a new conversation" if len(self._messages) > 1 else "send a shorter message"
-            raise RequestTooLong(f"the conversation has {len(prompt)} tokens and {most} is all that fit; {remedy}")
+            raise RequestTooLong(f"the conversation has {len(prompt)} tokens and at most {most} fit; {remedy}")
         return prompt, replace(params, max_tokens=min(params.max_tokens, room))
 
     def _explain_end(self, last: Chunk | None, stopped: bool, max_tokens: int) -> None:
@@ -194,7 +194,7 @@ class Chat:
     def _help(self, _: str) -> None:
         for name, (_function, text) in self._commands.items():
             self._screen.note(f"{name:8} {text}")
-        self._screen.note("Ctrl-C   stop the answer; what there is of it stays in the conversation")
+        self._screen.note("Ctrl-C   stop the answer; its text so far stays in the conversation")
         self._screen.note("What you type during an answer is shown at the next prompt.")
 
     def _leave(self, _: str) -> None:
@@ -212,7 +212,7 @@ class Chat:
 
 
 def summary(stats: EngineStats, before: EngineStats | None = None) -> str:
-    """What an engine did, or what it did since `before`, in one line."""
+    """What an engine did in all, or since `before`, in one line."""
     before = before or EngineStats()
     emitted, seconds = stats.emitted - before.emitted, stats.step_seconds - before.step_seconds
     rate = emitted / seconds if seconds else 0.0

@@ -14,7 +14,7 @@ from typing import Any, Self
 from faser.cost.curve import Curve
 from faser.cost.overlap import OverlapProfile
 from faser.errors import ConfigError
-from faser.machine import write_whole
+from faser.machine import atomic_write
 
 VERSION = 4
 CURVES = ("verify", "prompts", "first_draft", "next_draft", "catch_up")
@@ -92,7 +92,7 @@ class Profile:
             raise ConfigError(f"no profile of version {VERSION} ({type(error).__name__}: {error})") from None
 
     def save(self, path: Path) -> None:
-        write_whole(path, json.dumps(self.to_dict()) + "\n")
+        atomic_write(path, json.dumps(self.to_dict()) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Self:

@@ -1,7 +1,7 @@
 """What a model is, read from its config.json: shapes, rotary embedding, end tokens.
 
 Knows the config layouts of the supported families, old (`rope_theta`, `rope_scaling`, `torch_dtype`) and new
-(`rope_parameters`, `dtype`), and refuses by name every feature FASER does not implement, before a weight is touched.
+(`rope_parameters`, `dtype`), and refuses by name every feature FASER does not implement, before a weight is read.
 Knows nothing of torch, weights or tokenizers.
 """
 
@@ -27,7 +27,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 _MIXTURES = ("Moe", "MoE", "Mixtral")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-_MISTRAL_WINDOW = 4096  # what a Mistral config means when it does not mention sliding_window
+_MISTRAL_WINDOW = 4096  # the default of sliding_window in a Mistral config
 REQUIRED: Any = object()
 
 
@@ -37,12 +37,12 @@ class Rope:
 
     theta: float = 10_000.0
     kind: str = "default"  # one of ROPE_KINDS
-    factor: float = 1.0  # how many times longer the context is than in pre-training
+    factor: float = 1.0  # context length / context length in pre-training
     original_max_positions: int = 0  # llama3, yarn: positions seen in pre-training
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn: rotations above which a frequency is left alone
-    beta_slow: float = 1.0  # yarn: rotations below which a frequency is fully interpolated
+    beta_fast: float = 32.0  # yarn: frequencies with more rotations are kept
+    beta_slow: float = 1.0  # yarn: frequencies with fewer rotations are interpolated
     truncate: bool = True  # yarn: round the bounds of the ramp to whole dimensions
     attention_factor: float = 1.0  # yarn: multiplies both tables, so every attention score by its square
     factors: tuple[float, ...] = ()  # GGUF: one divisor per frequency, [head_dim // 2]; none where empty
@@ -50,7 +50,7 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One decoder-only transformer: everything needed to build it, and nothing about where its weights are."""
+    """The shape of one decoder-only transformer, and its end tokens."""
 
     family: str  # a value of FAMILIES
     vocab_size: int
@@ -85,7 +85,7 @@ class ModelConfig:
     def from_dict(
         cls, data: Mapping[str, Any], generation: Mapping[str, Any] | None = None, where: str = "config.json"
     ) -> ModelConfig:
-        """Build from the contents of config.json; `generation` is generation_config.json and wins for end tokens."""
+        """From the contents of config.json; end tokens of `generation` (generation_config.json) take precedence."""
         fields = Fields(data, where)
         family = _family(fields)
         _refuse_unsupported(fields, family)
@@ -117,7 +117,7 @@ class ModelConfig:
 
 
 class Fields:
-    """A JSON object with typed reads, whose complaints name the file and the key."""
+    """A JSON object with typed reads; errors name the file and the key."""
 
     def __init__(self, data: Mapping[str, Any], where: str) -> None:
         self.data = data
@@ -134,7 +134,7 @@ class Fields:
         return value
 
     def number(self, key: str, default: Any = REQUIRED, null: Any = REQUIRED) -> float:
-        """A positive number; `default` and `null` as above."""
+        """A positive number; `default` and `null` as for `integer`."""
         value = self._value(key, default, null)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise self.wrong(key, value, "a positive number")
@@ -157,7 +157,7 @@ class Fields:
         if value is None and null is not REQUIRED:
             return null
         if value is REQUIRED:
-            raise ModelError(f"{self.where}: the key {key!r} is missing; expected it in every such model's config")
+            raise ModelError(f"{self.where}: the key {key!r} is missing; every model of this kind has it")
         return value
 
 
@@ -189,7 +189,7 @@ def _architecture(fields: Fields) -> str:
         return names[0]
     if names is not None:
         raise fields.wrong("architectures", names, f"a list of one of {', '.join(FAMILIES)}")
-    model_type = fields.get("model_type")  # a config saved without its model names only the type
+    model_type = fields.get("model_type")  # all that a config has that was saved without its model
     if model_type is None:
         raise ModelError(f"{fields.where}: the key 'architectures' is missing; expected a list of one name")
     return next((name for name, family in FAMILIES.items() if family == model_type), str(model_type))
@@ -207,7 +207,7 @@ def _refuse_unsupported(fields: Fields, family: str) -> None:
 
 
 def _refuse_sliding_window(fields: Fields, family: str) -> None:
-    """Refuse attention that would really be windowed: a window no shorter than the context is full attention."""
+    """Refuse windowed attention. A window as long as the context is full attention, and passes."""
     layer_types = fields.get("layer_types") or []
     if not isinstance(layer_types, list):
         raise fields.wrong("layer_types", layer_types, "a list")
@@ -235,7 +235,7 @@ def refuse_shapes(config: ModelConfig, where: str) -> None:
 
 
 def _head_dim(fields: Fields, family: str, num_heads: int) -> int:
-    if family == "qwen3":  # there it has no relation to hidden_size, so nothing can be inferred
+    if family == "qwen3":  # independent of hidden_size there
         return fields.integer("head_dim")
     hidden_size = fields.integer("hidden_size")
     if fields.get("head_dim") is None and hidden_size % num_heads:
@@ -267,7 +267,7 @@ def _rope(fields: Fields) -> Rope:
 
 
 def _rope_fields(fields: Fields) -> Fields:
-    """The rope object under whichever name it has; the old name wins where both stand, as in transformers."""
+    """The rope object under its old or new name; the old name takes precedence, as in transformers."""
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     value = fields.get(name) or {}
     if not isinstance(value, dict):
@@ -320,7 +320,7 @@ def _yarn_rope(fields: Fields, scaling: Fields, theta: float) -> Rope:
 
 
 def _yarn_attention_factor(scaling: Fields, factor: float) -> float:
-    """The paper's 0.1 ln(factor) + 1, unless the config gives it or the two scales whose ratio it is."""
+    """0.1 ln(factor) + 1 as in the paper, unless the config gives the factor or two scales, whose ratio it then is."""
 
     def scale(multiplier: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0

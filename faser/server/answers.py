@@ -1,7 +1,7 @@
-"""From the engine's tokens to the answer's text and JSON, for one HTTP request with one or more choices.
+"""From the engine's tokens to the text and JSON of an answer, for one HTTP request with one or more choices.
 
-Knows text, log-probabilities and OpenAI's shapes; knows no sockets. Text is handed out when it can no longer change:
-not within a character, and not while it may be the beginning of a stop string.
+Knows text, log-probabilities and OpenAI's formats; knows no sockets. Text is sent when it can no longer change: not
+within a character, and not while it may be the beginning of a stop string.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from faser.request import Finish, FinishReason, SamplingParams, TokenLogprobs
-from faser.server.messages import Output
+from faser.request import Finish, FinishReason, Progress, SamplingParams, TokenLogprobs
 from faser.server.protocol import (
     AnswerMessage,
     ApiError,
@@ -34,11 +33,11 @@ from faser.server.protocol import (
     TopLogprob,
     Usage,
 )
-from faser.text.tokenizer import StopChecker, TextStream, Tokenizer, make_text_stream
+from faser.text.tokenizer import Tokenizer, make_text_stream, num_held_back
 
 _encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
-_MARK = f"text-{token_hex(16)}"  # stands for the text of an event; nothing else holds it
+_MARK = f"text-{token_hex(16)}"  # a placeholder for the text of an event; unique
 
 
 def _event(value: msgspec.Struct) -> bytes:
@@ -46,39 +45,41 @@ def _event(value: msgspec.Struct) -> bytes:
 
 
 class ChoiceText:
-    """One choice's tokens as text. Without a tokenizer there is none."""
+    """One choice's tokens as text. Without a tokenizer there is none.
+
+    The engine looks for stop strings. Here text is only held back while it may be the beginning of one.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
-        self._stream: TextStream | None = None
-        self._checker: StopChecker | None = None  # sees what the engine's sees, and so stops where that does
-        self._num_shown = 0
-        if tokenizer is not None and params.stop:
-            self._checker = StopChecker(tokenizer, params.stop, params.min_tokens)
-        elif tokenizer is not None:
-            self._stream = make_text_stream(tokenizer)
+        self._stream = make_text_stream(tokenizer) if tokenizer is not None else None
+        self._stop = tuple(params.stop)
+        self._held = ""
+        self._num_shown = 0  # characters
 
     def push(self, token_ids: Sequence[int], finish: Finish | None) -> str:
         """Take tokens; return the text that became certain."""
+        if self._stream is None:
+            return ""
         if finish is not None and finish.stop_id is not None:
             token_ids = token_ids[:-1]
-        if self._stream is not None:
-            text = "".join(map(self._stream.push, token_ids))
-            return text + self._stream.finish() if finish is not None else text
-        return self._push_watched(token_ids, finish)
+        text = "".join(map(self._stream.push, token_ids))
+        if finish is not None:
+            text += self._stream.finish()
+        return self._release(text, finish) if self._stop else text
 
-    def _push_watched(self, token_ids: Sequence[int], finish: Finish | None) -> str:
-        if self._checker is None:
-            return ""
-        for token_id in token_ids:
-            self._checker.push(token_id)
-        text = self._checker.text
-        end = len(text) - (self._checker.num_held() if finish is None else 0)
-        start, self._num_shown = self._num_shown, max(self._num_shown, end)
-        return text[start:end]
+    def _release(self, text: str, finish: Finish | None) -> str:
+        """What of the held and the new text may be shown. At the end the engine says where the text ends."""
+        text = self._held + text
+        end = len(text) - num_held_back(text, self._stop)
+        if finish is not None:
+            end = len(text) if finish.text is None else max(0, len(finish.text) - self._num_shown)
+        self._held = text[end:]
+        self._num_shown += end
+        return text[:end]
 
 
 class Piece(NamedTuple):
-    """What a choice gained."""
+    """New text and log-probabilities of a choice."""
 
     text: str
     logprobs: list[TokenLogprobs]
@@ -92,35 +93,35 @@ class Choice:
         self.num_tokens = 0
         self._text = ChoiceText(tokenizer, params)
 
-    def feed(self, outputs: Iterable[Output]) -> Piece:
-        """Take what arrived together. A failed choice fails the whole answer."""
+    def feed(self, progress: Iterable[Progress]) -> Piece:
+        """Take what arrived at once. A failed choice fails the whole answer."""
         text = ""
         logprobs: list[TokenLogprobs] = []
-        for output in outputs:
-            self.num_tokens += len(output.token_ids)
-            self.finish = output.finish
-            if output.finish is not None and output.finish.reason is FinishReason.FAILED:
-                raise ApiError(500, output.finish.error or "the request failed", code="request_failed")
-            if output.logprobs is not None:
-                shown = len(output.token_ids) - (output.finish is not None and output.finish.stop_id is not None)
-                logprobs += output.logprobs[:shown]
-            text += self._text.push(output.token_ids, output.finish)
+        for item in progress:
+            self.num_tokens += len(item.token_ids)
+            self.finish = item.finish
+            if item.finish is not None and item.finish.reason is FinishReason.FAILED:
+                raise ApiError(500, item.finish.error or "the request failed", code="request_failed")
+            if item.logprobs is not None:
+                num_shown = len(item.token_ids) - (item.finish is not None and item.finish.stop_id is not None)
+                logprobs += item.logprobs[:num_shown]
+            text += self._text.push(item.token_ids, item.finish)
         return Piece(text, logprobs, self.finish.reason.value if self.finish is not None else None)
 
 
 class Answerer(ABC):
-    """The shape of one answer: whole, or event by event."""
+    """The format of one answer: whole, or event by event."""
 
     def __init__(self, prefix: str, model: str, tokenizer: Tokenizer | None, wants_logprobs: bool) -> None:
-        # id, creation time and model, as every answer repeats them
+        # repeated in every event
         self._id, self._created, self._model = f"{prefix}-{token_hex(12)}", int(time()), model
         self._tokenizer = tokenizer
         self._wants_logprobs = wants_logprobs
-        self._around: dict[int, tuple[bytes, bytes]] = {}
+        self._envelopes: dict[int, tuple[bytes, bytes]] = {}
 
     @abstractmethod
     def opening(self, choice: int) -> bytes:
-        """The event before the first text of a choice, where there is one."""
+        """The event before the first text of a choice; empty if there is none."""
 
     @abstractmethod
     def usage_event(self, usage: Usage) -> bytes: ...
@@ -129,26 +130,26 @@ class Answerer(ABC):
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes: ...
 
     def event(self, choice: int, piece: Piece) -> bytes:
-        """One event of a stream, or none where there is nothing to say yet.
+        """One event of a stream; empty if there is nothing to send yet.
 
-        Most events differ in their text alone, so the bytes around it are made once for each choice.
+        Most events differ in their text alone, so the bytes around it are made once per choice.
         """
         text, logprobs, finish_reason = piece
         if finish_reason or logprobs or self._wants_logprobs:
             return self._event(choice, piece)
         if not text:
             return b""
-        if choice not in self._around:
+        if choice not in self._envelopes:
             before, _, after = self._event(choice, Piece(_MARK, [], None)).partition(_encode(_MARK))
-            self._around[choice] = before, after
-        before, after = self._around[choice]
+            self._envelopes[choice] = before, after
+        before, after = self._envelopes[choice]
         return before + _encode(text) + after
 
     @abstractmethod
     def _event(self, choice: int, piece: Piece) -> bytes: ...
 
     def _token(self, token_id: int) -> tuple[str, bytes]:
-        """A token's text and bytes. Part of a character has no text: its bytes are spelt out, as OpenAI does."""
+        """A token's text and bytes. The bytes of a part of a character are spelt out, as OpenAI does."""
         if self._tokenizer is None:
             return "", b""
         raw = self._tokenizer.token_bytes(token_id)
@@ -163,7 +164,7 @@ class CompletionAnswerer(Answerer):
         self, model: str, tokenizer: Tokenizer | None, wants_logprobs: bool, echo: Sequence[str] | None = None
     ) -> None:
         super().__init__("cmpl", model, tokenizer, wants_logprobs)
-        self._echo = echo  # the text before each choice's own
+        self._echo = echo  # the prompt's text before each choice
         self._offsets: dict[int, int] = {}  # where a choice's next token begins in its text
 
     def opening(self, choice: int) -> bytes:
@@ -196,7 +197,7 @@ class CompletionAnswerer(Answerer):
         offset = self._offsets.get(choice, len(self._echo[choice]) if self._echo is not None else 0)
         for _, raw in found:
             offsets.append(offset)
-            offset += sum(byte & 0xC0 != 0x80 for byte in raw)  # characters that begin in it
+            offset += sum(byte & 0xC0 != 0x80 for byte in raw)  # characters that begin in this token
         self._offsets[choice] = offset
         return CompletionLogprobs(
             tokens,
@@ -251,7 +252,7 @@ class ChatAnswerer(Answerer):
 
 
 def count_usage(prompts: Sequence[int], choices: Iterable[Choice]) -> Usage:
-    """Tokens of all choices; a prompt shared by several choices counts once."""
+    """Tokens of all choices. A prompt shared by several choices counts once."""
     choices = list(choices)
     ends = [choice.finish.stats for choice in choices if choice.finish is not None]
     num_output = sum(choice.num_tokens for choice in choices)

@@ -1,7 +1,7 @@
-"""The HTTP side: routes, limits, and answers as they leave, whole or as events.
+"""The HTTP side: routes, limits, and answers, whole or as events.
 
-Knows ASGI and HTTP; what a request means is service.py's business. No answer carries a stack trace. A client that goes
-away is noticed at once and its request given up.
+Knows ASGI and HTTP; service.py knows what a request means. No answer contains a stack trace. When a client disconnects,
+its request is cancelled at once.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from faser.config import ServerOptions
+from faser.request import Progress
 from faser.server import dashboard, openapi
 from faser.server.answers import DONE, Choice, Piece, count_usage
 from faser.server.engine_client import Arrival, EngineClient, EngineGone, State
 from faser.server.figures import Figures
-from faser.server.messages import Output, Refused
+from faser.server.messages import Refused
 from faser.server.metrics import PrometheusText
 from faser.server.protocol import ApiError, ChatRequest, CompletionRequest, Model, ModelList, parse
 from faser.server.service import Call, Service
@@ -36,15 +37,15 @@ from faser.server.service import Call, Service
 log = logging.getLogger("faser.server")
 
 _JSON = "application/json"
-OPEN_PATHS = ("", "/health", "/dashboard")  # need no key; the dashboard's page holds no figures and asks for the key
+OPEN_PATHS = ("", "/health", "/dashboard")  # need no key; the dashboard's page has no figures and asks for the key
 
 
 class Disconnected(Exception):
-    """The client went away."""
+    """The client has disconnected."""
 
 
 class Api:
-    """The endpoints. One for the life of the process."""
+    """The endpoints; one object per process."""
 
     def __init__(self, options: ServerOptions, engine: EngineClient, figures: Figures) -> None:
         self.service = Service(options, engine, figures)
@@ -75,7 +76,7 @@ class Api:
                     CORSMiddleware,
                     allow_origins=list(self._options.cors_origins),
                     allow_methods=["GET", "POST"],
-                    allow_headers=["*"],  # the official client sends a dozen of its own
+                    allow_headers=["*"],  # OpenAI's client sends a dozen of its own
                     expose_headers=["retry-after"],
                 )
             )
@@ -87,7 +88,7 @@ class Api:
         handlers: dict[Any, Any] = {
             HTTPException: self._http_error,
             ApiError: self._api_error,
-            ClientDisconnect: _gone,
+            ClientDisconnect: _disconnected,
             Exception: self._internal_error,
         }
         return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
@@ -107,11 +108,11 @@ class Api:
         return Generation(call, self.service, self._figures)
 
     async def _body(self, request: Request) -> bytes:
-        """The body, up to the limit. A longer one is refused as soon as that is known."""
-        self.service.served()  # nobody need send a body to learn that nothing is served
+        """The body. One above the limit is refused as soon as that is known."""
+        self.service.served()  # answers 503 before the body is read
         encoding = request.headers.get("content-encoding", "identity")
         if encoding != "identity":
-            raise ApiError(415, f"Content-Encoding {encoding[:100]!r} is not taken; send the body as it is")
+            raise ApiError(415, f"Content-Encoding {encoding[:100]!r} is not supported; send the body as it is")
         most = self._options.max_body_size
         declared = request.headers.get("content-length", "")
         if declared.isdigit() and int(declared) > most:
@@ -136,7 +137,7 @@ class Api:
         return Response(found.body, error.status_code, error.headers, _JSON)
 
     async def _internal_error(self, _: Request, error: Exception) -> Response:
-        """What nobody foresaw: logged where it happened, and said without its trace."""
+        """An unforeseen error: the log has its stack trace, the answer does not."""
         self._figures.refused[500] += 1
         found = ApiError(500, "an internal error; the server's log has the details", code="internal_error")
         return Response(found.body, 500, media_type=_JSON)
@@ -179,13 +180,13 @@ class Api:
 
 
 class Generation(Response):
-    """An answer that is still being made."""
+    """The answer to a request that is still generating."""
 
     def __init__(self, call: Call, service: Service, figures: Figures) -> None:
         self._call = call
         self._service = service
         self._figures = figures
-        self._started = False  # headers are out
+        self._started = False  # headers are sent
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -195,9 +196,9 @@ class Generation(Response):
         except ApiError as error:
             await self._fail(error, send)
         except EngineGone as error:
-            await self._fail(self._service.gone(error), send)
+            await self._fail(self._service.engine_error(error), send)
         except Disconnected:
-            log.debug("a client went away")
+            log.debug("a client disconnected")
         finally:
             watcher.cancel()
             self._service.cancel(self._call)
@@ -211,13 +212,13 @@ class Generation(Response):
         call = self._call
         pieces: list[list[Piece]] = [[] for _ in call.choices]
         while any(choice.finish is None for choice in call.choices):
-            for choice, outputs in _by_choice(await call.stream.take(), call.choices):
-                pieces[choice.index].append(choice.feed(outputs))
+            for choice, progress in _by_choice(await call.stream.take(), call.choices):
+                pieces[choice.index].append(choice.feed(progress))
         body = call.answerer.whole([_joined(parts) for parts in pieces], count_usage(call.prompt_sizes, call.choices))
         await Response(body, media_type=_JSON)({"type": "http"}, _nothing, send)
 
     async def _stream(self, send: Send) -> None:
-        """Headers go out with the first token, so that what is refused before it has its own status."""
+        """Headers are sent with the first token, so that a refusal before it has its own status."""
         call, answerer = self._call, self._call.answerer
         arrivals = _by_choice(await call.stream.take(), call.choices)
         await send(_EVENT_STREAM)
@@ -225,8 +226,8 @@ class Generation(Response):
         events = b"".join(answerer.opening(choice.index) for choice in call.choices)
         num_open = len(call.choices)
         while True:
-            for choice, outputs in arrivals:
-                events += answerer.event(choice.index, choice.feed(outputs))
+            for choice, progress in arrivals:
+                events += answerer.event(choice.index, choice.feed(progress))
                 num_open -= choice.finish is not None
             if not num_open:
                 break
@@ -239,7 +240,7 @@ class Generation(Response):
         await send({"type": "http.response.body", "body": events + DONE})
 
     async def _fail(self, error: ApiError, send: Send) -> None:
-        """As an answer of its own, or as the last event of the one begun."""
+        """Send an error as the answer, or as the last event of a stream that has begun."""
         self._figures.refused[error.status] += 1
         if self._started:
             await send({"type": "http.response.body", "body": b"data: %b\n\n" % error.body})
@@ -254,19 +255,19 @@ _EVENT_STREAM: Message = {
     "headers": [
         (b"content-type", b"text/event-stream; charset=utf-8"),
         (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),  # or nginx would hold events back
+        (b"x-accel-buffering", b"no"),  # nginx must not hold events back
     ],
 }
 
 
-def _by_choice(arrivals: Sequence[Arrival], choices: Sequence[Choice]) -> list[tuple[Choice, list[Output]]]:
-    """What arrived, together for each choice. A refusal of one refuses the request."""
-    found: dict[int, list[Output]] = {}
+def _by_choice(arrivals: Sequence[Arrival], choices: Sequence[Choice]) -> list[tuple[Choice, list[Progress]]]:
+    """What arrived, grouped by choice. If one choice is refused, the whole request is."""
+    found: dict[int, list[Progress]] = {}
     for index, message in arrivals:
         if isinstance(message, Refused):
             raise ApiError(400, message.message)
         found.setdefault(index, []).append(message)
-    return [(choices[index], outputs) for index, outputs in found.items()]
+    return [(choices[index], progress) for index, progress in found.items()]
 
 
 def _joined(pieces: Sequence[Piece]) -> Piece:
@@ -278,11 +279,11 @@ def _joined(pieces: Sequence[Piece]) -> Piece:
 
 
 async def _nothing() -> Message:
-    raise AssertionError("a finished response reads nothing")
+    raise AssertionError("a complete response does not read the request")
 
 
 class KeyCheck:
-    """Asks for a bearer key on every path that is not open."""
+    """Requires a bearer key on every path that is not open."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Sequence[str], figures: Figures) -> None:
         self._app = app
@@ -304,7 +305,7 @@ class KeyCheck:
     def _knows(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
         given = next((value for name, value in headers if name == b"authorization"), b"")
         scheme, _, key = given.partition(b" ")
-        # every key is compared, in constant time: how long it takes says nothing
+        # Every key is compared, in constant time, so that the time of an answer reveals nothing.
         return (
             bool(sum(hmac.compare_digest(key.strip(), known) for known in self._keys)) and scheme.lower() == b"bearer"
         )
@@ -324,6 +325,6 @@ _REMEDIES = {
 }
 
 
-async def _gone(_: Request, error: Exception) -> Response:
-    """The client left while it still sent its body: nobody will read this."""
+async def _disconnected(_: Request, error: Exception) -> Response:
+    """The client disconnected while it sent its body: nobody will read this answer."""
     return Response(status_code=400)

@@ -1,4 +1,4 @@
-"""How an engine process ended, what the likely cause is, and what to do about it.
+"""How an engine's process ended, the likely cause, and what to do about it.
 
 Knows return codes and signals; knows nothing of what the process did.
 """
@@ -12,7 +12,7 @@ import sys
 from faser.machine import memory_bytes
 
 HUNG = "it hung and was killed; if its steps are long, raise --engine-timeout"
-_TRACE = "set PYTHONFAULTHANDLER=1 to see where in the log, and try --device cpu or another version of torch"
+_TRACE = "set PYTHONFAULTHANDLER=1 to get a stack trace in the log, and try --device cpu or another version of torch"
 _ADVICE: dict[int, str] = {
     signal.SIGSEGV: f"native code crashed; {_TRACE}",
     signal.SIGABRT: f"native code gave up; {_TRACE}",
@@ -23,7 +23,7 @@ _ADVICE: dict[int, str] = {
 
 
 def status(code: int) -> str:
-    """A return code as `subprocess` gives it: below 0 it is a signal."""
+    """A return code of `subprocess` in words; a negative code is a signal."""
     if code >= 0:
         return f"exit status {code}"
     try:
@@ -41,7 +41,7 @@ def advice(code: int) -> str:
 
 
 def out_of_memory(used: int, has: int) -> str:
-    """Where nobody sent SIGKILL by hand, the kernel did, because no memory was left."""
+    """The advice after SIGKILL, which the kernel sends when memory runs out."""
     return (
         "the machine ran out of memory, or somebody killed the process. It used up to "
         f"{used / 2**30:.1f} GiB, and the machine has {has / 2**30:.1f} GiB. If memory ran out, use a smaller model or "
@@ -50,6 +50,6 @@ def out_of_memory(used: int, has: int) -> str:
 
 
 def _peak_bytes() -> int:
-    """The most that any engine process had in memory, of those that have ended: they are the only children."""
+    """The most memory that any ended engine process had. Engines are the only child processes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss

@@ -1,7 +1,7 @@
 """The HTTP process's side of the engine: start it, talk to it, notice when it dies, start it again.
 
-Knows the engine's process and its frames; knows nothing of HTTP or JSON. Every request handed in ends: with the
-engine's own last word, or with an `EngineGone` the moment the engine's socket closes.
+Knows the engine's process and its frames; knows nothing of HTTP or JSON. Every submitted request ends: with the
+engine's last frame for it, or with `EngineGone` as soon as the engine's socket closes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from faser.config import ServerOptions
-from faser.request import FinishReason, SamplingParams
+from faser.request import FinishReason, Progress, SamplingParams
 from faser.server import endings
 from faser.server.messages import (
     About,
@@ -27,7 +27,6 @@ from faser.server.messages import (
     Failed,
     Frames,
     FromEngine,
-    Output,
     Outputs,
     Refused,
     Running,
@@ -40,7 +39,7 @@ from faser.server.messages import (
 
 log = logging.getLogger("faser.server")
 
-MAX_DEATHS = 3  # of the engine within DEATH_SECONDS, after which it is not started again
+MAX_DEATHS = 3  # within DEATH_SECONDS; then the engine is not started again
 DEATH_SECONDS = 60.0
 _REAP_SECONDS = 5.0
 
@@ -61,19 +60,19 @@ class ShuttingDown(EngineGone):
 
 
 class Observer(Protocol):
-    """Who keeps the figures."""
+    """Keeps the figures of requests and of the engine."""
 
     def gained(self, track: Track, num_tokens: int, now: float) -> None: ...
 
     def ended(self, track: Track, reason: FinishReason, now: float) -> None: ...
 
     def snapshot(self, snapshot: Snapshot | None) -> None:
-        """Where the engine stands; None: there is none."""
+        """The engine's latest snapshot; None: there is no engine."""
         ...
 
 
 class Track:
-    """One choice of one HTTP request, on its way: what its figures are made of."""
+    """One open choice of an HTTP request, with the times that its figures need."""
 
     __slots__ = ("arrived", "first", "id", "index", "last", "num_prompt", "num_tokens", "stream")
 
@@ -88,29 +87,29 @@ class Track:
         self.num_tokens = 0
 
 
-Arrival = tuple[int, Output | Refused]  # the choice's index, and what the engine said of it
+Arrival = tuple[int, Progress | Refused]  # index of the choice, and the engine's message about it
 
 
 class Stream:
-    """What the engine says about the choices of one HTTP request. What was not taken yet comes together."""
+    """The engine's messages about the choices of one HTTP request, in order."""
 
     def __init__(self) -> None:
         self._arrivals: list[Arrival] = []
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
 
-    def push(self, index: int, message: Output | Refused) -> None:
+    def push(self, index: int, message: Progress | Refused) -> None:
         self._arrivals.append((index, message))
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """No more will come. What came before is still delivered."""
+        """End the stream with an error. Messages that came before are still delivered."""
         if self._error is None:
             self._error = error
             self._wake()
 
     async def take(self) -> list[Arrival]:
-        """All that came since the last call, at least one; raises what `fail` was given."""
+        """All messages since the last call, at least one; raises the error given to `fail`."""
         if not self._arrivals and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -134,14 +133,14 @@ class EngineClient:
         self._options = options
         self._observer = observer
         self._tracks: dict[str, Track] = {}
-        self._num_in_batch = 0  # as the engine said last
+        self._num_in_batch = 0  # as the engine last reported
         self._ids = count()
         self._transport: asyncio.WriteTransport | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._closing = False
-        self._was_hung = False  # the engine that ended last
-        self._heard = monotonic()  # when the engine last said something, or was first asked to
-        self._start_began = monotonic()
+        self._was_hung = False  # the engine that ended last was killed as hung
+        self._last_frame = monotonic()  # when the engine last sent a frame, or got its first request
+        self._start_time = monotonic()
         self._start_seconds: float | None = None  # of the last start that succeeded
 
     @property
@@ -151,7 +150,7 @@ class EngineClient:
 
     @property
     def num_running(self) -> int:
-        """Choices in the batch, as the engine said last. Where one ended since then, a waiting one takes its place."""
+        """Choices in the batch, as the engine last reported. If one has ended since, a waiting one takes its place."""
         return min(self._num_in_batch, self.num_open)
 
     @property
@@ -160,17 +159,17 @@ class EngineClient:
 
     @property
     def seconds_to_start(self) -> float | None:
-        """What is left of the current start if it takes as long as the last one; None before the first has ended."""
+        """Seconds left of the current start, if it takes as long as the last one; None before the first has ended."""
         if self._start_seconds is None:
             return None
-        return self._start_seconds - (monotonic() - self._start_began)
+        return self._start_seconds - (monotonic() - self._start_time)
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def submit(
         self, choices: Sequence[tuple[list[int], SamplingParams, int]], stop_ids: Sequence[int], arrived: float
     ) -> tuple[Stream, list[Track]]:
-        """Send (prompt ids, parameters, seed) of each choice; what comes of them comes through the stream."""
+        """Send (prompt ids, parameters, seed) of each choice; the stream delivers the engine's messages."""
         if self._transport is None or self.state is not State.READY:
             raise EngineGone("the engine is not running")
         stream, tracks, frames = Stream(), [], []
@@ -179,13 +178,13 @@ class EngineClient:
             tracks.append(track)
             frames.append(frame(Add(track.id, prompt, pack_params(params), seed, list(stop_ids))))
         if not self._tracks:
-            self._heard = monotonic()
+            self._last_frame = monotonic()
         self._tracks.update((track.id, track) for track in tracks)
         self._transport.write(b"".join(frames))
         return stream, tracks
 
     def cancel(self, tracks: Sequence[Track], reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """Give up what is still open of these; the engine frees it before its next step."""
+        """Cancel those that are still open; the engine frees them before its next step."""
         open_ones = [track for track in tracks if self._tracks.pop(track.id, None) is not None]
         now = monotonic()
         for track in open_ones:
@@ -194,24 +193,24 @@ class EngineClient:
             self._transport.write(b"".join(frame(Cancel(track.id)) for track in open_ones))
 
     def fail_all(self, error: type[EngineGone], reason: str) -> None:
-        """End every open request with an error of its own."""
+        """End every open request with an error."""
         for track in list(self._tracks.values()):
             track.stream.fail(error(reason))
         self.cancel(list(self._tracks.values()), FinishReason.FAILED)
 
     def check_alive(self) -> None:
-        """An engine with open requests sends a frame after every step. One that is silent for too long is hung."""
-        silent = monotonic() - self._heard
+        """Kill a hung engine. An engine with open requests sends a frame after every step: long silence means hung."""
+        silent = monotonic() - self._last_frame
         if self.num_open and self.state is State.READY and silent > self._options.engine_timeout:
             log.error("the engine has been silent for %.0f s; killing it", silent)
             if self._process is not None:
                 self._was_hung = True
-                self._process.kill()  # its socket closes, and the rest follows
+                self._process.kill()  # its socket closes, and `run` starts another
 
     # ── the process ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def run(self) -> None:
-        """Keep an engine running until `close`, or until it is beyond help (state FAILED)."""
+        """Keep an engine running until `close`, or until it fails for good (state FAILED)."""
         deaths: deque[float] = deque(maxlen=MAX_DEATHS)
         while not self._closing:
             was_ready, reason, advice = await self._run_once()
@@ -224,12 +223,12 @@ class EngineClient:
                 self.failure = self.failure or f"{reason}{times}: {advice}"
                 self.state = State.FAILED
                 return
-            log.error("%s: %s. Starting it again", reason, advice)
+            log.error("%s: %s. Restarting it", reason, advice)
             self.state = State.RESTARTING
             self.num_restarts += 1
 
     async def _run_once(self) -> tuple[bool, str, str]:
-        """One engine from start to end: whether it ever was ready, how it ended, and what to do about it."""
+        """Run one engine to its end: whether it was ever ready, how it ended, and what to do about it."""
         lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ready.clear()
         try:
@@ -251,7 +250,7 @@ class EngineClient:
         ours, theirs = socket_pair()
         command = [sys.executable, "-m", "faser.server.worker", str(theirs.fileno()), self._options.engine_factory]
         with theirs:
-            # A session of its own: Ctrl-C in a terminal is for the server alone, which then ends the engine.
+            # In its own session: Ctrl-C in a terminal reaches the server alone, which then ends the engine.
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
 
         def gone() -> None:
@@ -264,16 +263,16 @@ class EngineClient:
         self._transport.write(frame(self._start()))
 
     def _lose(self) -> None:
-        """The engine has gone: known at once, before anybody writes to what is closed."""
+        """Note at once that the engine has gone, before anything writes to the closed socket."""
         self._transport = None
         self._num_in_batch = 0
         self._observer.snapshot(None)
         if not self._closing and self.failure is None:
             self.state = State.RESTARTING
-            self._start_began = monotonic()
+            self._start_time = monotonic()
 
     async def close(self) -> None:
-        """End the engine: it leaves when its socket closes."""
+        """End the engine: its process ends when its socket closes."""
         self._closing = True
         reason = "the server was shut down before this request had ended; send it again when a server is up"
         self.fail_all(ShuttingDown, reason)
@@ -307,22 +306,22 @@ class EngineClient:
             self.failure = message.message
         else:
             self.about, self.state = message, State.READY
-            self._start_seconds = monotonic() - self._start_began
+            self._start_seconds = monotonic() - self._start_time
             self.ready.set()
 
     def _receive_outputs(self, message: Outputs) -> None:
         now, observer, tracks = monotonic(), self._observer, self._tracks
-        self._heard = now
-        for output in message.outputs:
-            track = tracks.get(output.id)
+        self._last_frame = now
+        for item in message.progress:
+            track = tracks.get(item.request_id)
             if track is None:
-                continue  # cancelled meanwhile
-            if output.token_ids:
-                observer.gained(track, len(output.token_ids), now)
-            if output.finish is not None:
-                del tracks[output.id]
-                observer.ended(track, output.finish.reason, now)
-            track.stream.push(track.index, output)
+                continue  # cancelled
+            if item.token_ids:
+                observer.gained(track, len(item.token_ids), now)
+            if item.finish is not None:
+                del tracks[item.request_id]
+                observer.ended(track, item.finish.reason, now)
+            track.stream.push(track.index, item)
         if message.snapshot is not None:
             observer.snapshot(message.snapshot)
 
@@ -342,7 +341,7 @@ class _Connection(asyncio.Protocol):
 
 
 def _reap(process: subprocess.Popen[bytes]) -> int:
-    """The return code of a process whose socket is closed; killed if it does not leave."""
+    """The return code of a process whose socket is closed. It is killed if it does not end by itself."""
     try:
         return process.wait(_REAP_SECONDS)
     except subprocess.TimeoutExpired:

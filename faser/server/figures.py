@@ -1,7 +1,7 @@
-"""What happened to requests: kept as plain numbers while the server works.
+"""Counts and latencies of requests, kept as plain numbers.
 
-Knows requests by their times and the engine by its snapshots; metrics.py and dashboard/ turn this into what people
-look at. Latencies are per token, never per chunk: tokens that arrive together share the time since the last ones.
+Knows requests by their times and the engine by its snapshots; metrics.py and dashboard/ present them. Latencies are per
+token, never per event: tokens that arrive together share the time since the previous ones.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from faser.request import FinishReason
 from faser.server.engine_client import Track
 from faser.server.messages import Snapshot
 
-_MAX_SAMPLES = 4096  # of latencies kept for percentiles
+_MAX_SAMPLES = 4096  # latencies kept for percentiles
 
-# Upper bounds, vLLM's.
+# Upper bounds; the same as vLLM's.
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 REQUEST_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
@@ -25,7 +25,7 @@ SIZE_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 200
 
 
 class Histogram:
-    """Counts by upper bound. Much cheaper to add to than a locked one; the event loop is the only writer."""
+    """Counts by upper bound. Has no lock, which makes `add` cheap: the event loop is the only writer."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -40,13 +40,13 @@ class Histogram:
         return self._sum / max(1, sum(self._counts))
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Cumulative counts by bound, and the sum, as Prometheus wants them."""
+        """Cumulative counts by bound, and the sum, in Prometheus's format."""
         names = [*map(str, map(float, self._bounds)), "+Inf"]
         return list(zip(names, map(float, accumulate(self._counts)), strict=True)), self._sum
 
 
 class Figures:
-    """What happened to requests, from their arrival to their end, and the engine's latest snapshot."""
+    """Figures of all requests since the start, and the engine's latest snapshot."""
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
@@ -56,11 +56,11 @@ class Figures:
         self.first_token = Histogram(TTFT_BUCKETS)
         self.between_tokens = Histogram(TOKEN_BUCKETS)
         self.per_token = Histogram(TOKEN_BUCKETS)
-        self.whole = Histogram(REQUEST_BUCKETS)
+        self.request_seconds = Histogram(REQUEST_BUCKETS)
         self.prompt_sizes = Histogram(SIZE_BUCKETS)
         self.output_sizes = Histogram(SIZE_BUCKETS)
         self.latest: Snapshot | None = None
-        self.recent_first: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)  # (when, seconds)
+        self.recent_first_token: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)  # (when, seconds)
         self.recent_per_token: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)
 
     def gained(self, track: Track, num_tokens: int, now: float) -> None:
@@ -68,8 +68,8 @@ class Figures:
         if track.first is None:
             track.first = now
             self.first_token.add(now - track.arrived)
-            self.recent_first.append((now, now - track.arrived))
-            num_later = num_tokens - 1  # they came with the first one, at no further cost
+            self.recent_first_token.append((now, now - track.arrived))
+            num_later = num_tokens - 1  # arrived with the first one
             if num_later:
                 self.between_tokens.add(0.0, num_later)
         else:
@@ -83,7 +83,7 @@ class Figures:
         self.prompt_sizes.add(track.num_prompt)
         self.output_sizes.add(track.num_tokens)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.whole.add(now - track.arrived)
+            self.request_seconds.add(now - track.arrived)
             if track.first is not None and track.num_tokens > 1:
                 seconds = (now - track.first) / (track.num_tokens - 1)
                 self.per_token.add(seconds)

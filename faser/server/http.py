@@ -1,8 +1,8 @@
-"""uvicorn's HTTP/1.1 protocol with what a server needs that strangers can reach.
+"""uvicorn's HTTP/1.1 protocol with limits for a server on an open network.
 
-A client that has sent all of a request and then another before the answer (pipelining) gets the first answer and a
-closed connection: queueing the second would stop the reading, and with it the notice that the client has left. Headers
-have a limit, and a request must arrive within a time.
+A client that sends a second request before the answer to the first (pipelining) gets the first answer and a closed
+connection: queueing the second would stop reading, and a disconnect would go unnoticed. The size of headers and the
+time for a request to arrive are limited.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEADER_BYTES = 64 * 1024  # the request line included
-REQUEST_SECONDS = 60.0  # for a whole request, from its first byte, or from the connection where none comes
+REQUEST_SECONDS = 60.0  # for a whole request, from its first byte, or from the connection if no byte comes
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -30,7 +30,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._is_answering():
-            self.cycle.keep_alive = False  # another request, which will not be answered
+            self.cycle.keep_alive = False  # a pipelined request: it is not answered
         else:
             super().data_received(data)
 
@@ -64,7 +64,7 @@ class HttpProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def _is_answering(self) -> bool:
-        """Whether a request has arrived whole and its answer is not out yet."""
+        """Whether a request has arrived whole and its answer is not complete."""
         return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
 
     def _count(self, size: int) -> None:

@@ -1,17 +1,16 @@
-"""From a `Start` to a running engine: the factory of the engine's process. The one module of the server with torch."""
+"""Loads the models of a `Start` and builds the engine: the default factory of the engine's process. Imports torch."""
 
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import Path
 from time import monotonic
 
 from faser.build import LoadedPair, build_engine, load_pair
-from faser.config import NGRAM, NO_DRAFT, EngineOptions
+from faser.config import EngineOptions, draft_name, model_name
 from faser.engine.engine import Engine
 from faser.engine.stats import EngineStats
 from faser.errors import ConfigError, InvalidRequest
-from faser.models.source import DEFAULT_DRAFT, DEFAULT_HUB_NAME, open_target, recommended_sampling
+from faser.models.source import DEFAULT_HUB_NAME, open_target, recommended_sampling
 from faser.models.transformer import Transformer
 from faser.progress import progress_bar
 from faser.request import Grammar, Request, SamplingParams
@@ -23,7 +22,7 @@ from faser.text.grammar import ANY_OBJECT, shared_compiler
 
 
 def load(start: Start) -> Served:
-    """Models from disk, an engine on a device, and what to say of them."""
+    """Load the models, build the engine, and describe both."""
     started = monotonic()
     options = EngineOptions(**start.engine)
     template = open_target(start.model).chat_template(start.chat_template)
@@ -37,8 +36,8 @@ def load(start: Start) -> Served:
         _warm_up(engine, pair)
     scheduler, pages = engine.scheduler, engine.scheduler.target_pages
     about = About(
-        model=start.served_model_name or _model_name(start.model),
-        draft=_draft_name(start),
+        model=start.served_model_name or model_name(start.model or DEFAULT_HUB_NAME),
+        draft=draft_name(start.model, start.draft),
         policy=scheduler.policy.name,
         device=pair.target.device.type,
         dtype=str(pair.target.dtype).removeprefix("torch."),
@@ -59,7 +58,7 @@ def load(start: Start) -> Served:
 
 
 def _warm_up(engine: Engine, pair: LoadedPair) -> None:
-    """What a process does only once is not the first client's to wait for: a first request, a first grammar."""
+    """Run a request and compile a grammar, so that the first client does not wait for one-time work."""
     room = engine.scheduler.limits.max_model_len
     prompt, params = (0,) * max(1, min(8, room - 4)), SamplingParams(max_tokens=max(1, min(4, room - 1)))
     if len(prompt) + params.max_tokens > room:
@@ -71,23 +70,8 @@ def _warm_up(engine: Engine, pair: LoadedPair) -> None:
     config = pair.target.config
     if pair.tokenizer is not None and config.eos_token_ids:
         compiler = shared_compiler(pair.tokenizer, config.vocab_size, config.eos_token_ids)
-        with suppress(InvalidRequest):  # said again to whoever asks for one
+        with suppress(InvalidRequest):  # a request with a grammar gets the same error
             compiler.check(Grammar("json_schema", ANY_OBJECT))
-
-
-def _model_name(model: str | None) -> str:
-    """What clients call it: the end of a hub name, a folder's name, a GGUF's stem."""
-    if model is None:
-        return DEFAULT_HUB_NAME.partition("/")[2]
-    return Path(model).name.removesuffix(".gguf") or model
-
-
-def _draft_name(start: Start) -> str | None:
-    if start.draft == NO_DRAFT:
-        return None
-    if start.draft is not None:
-        return start.draft if start.draft == NGRAM else _model_name(start.draft)
-    return DEFAULT_DRAFT.stem if start.model is None else None
 
 
 def _kv_bytes(pair: LoadedPair, num_pages: int, page_size: int) -> int:
@@ -96,28 +80,26 @@ def _kv_bytes(pair: LoadedPair, num_pages: int, page_size: int) -> int:
 
 
 def _reasons(start: Start, options: EngineOptions, device: str) -> dict[str, str]:
-    """Why each thing was chosen, for the lines printed at start-up."""
-    if options.policy is not None:
-        policy = "as asked"
-    else:
-        policy = "the default without a draft" if _draft_name(start) is None else "the default with a draft"
+    """The reason of each choice, for the lines printed at start-up."""
+    has_draft = draft_name(start.model, start.draft) is not None
+    policy = "the default with a draft" if has_draft else "the default without a draft"
     sized = options.kv_memory is not None or options.num_pages is not None
     return {
         "device": why_device(options.device),
         "dtype": _why_dtype(options, device),
-        "policy": policy,
+        "policy": policy if options.policy is None else "as asked",
         "kv": "as asked" if sized else _WHY_KV[device],
         "draft": "as asked" if start.draft is not None else "ships with FASER" if start.model is None else "none named",
     }
 
 
 _WHY_KV = {
-    "cpu": "at most a quarter of the memory and 4 GiB, and no more than could be used",
-    "cuda": "what the models leave free, and no more than could be used",
+    "cpu": "at most a quarter of the memory and 4 GiB, and no more than can be used",
+    "cuda": "the memory that the models leave free, and no more than can be used",
 }
 
 
 def _why_dtype(options: EngineOptions, device: str) -> str:
     if options.dtype != "auto":
         return "as asked"
-    return "computes fastest on a CPU" if device == "cpu" else "the checkpoint's own"
+    return "fastest on a CPU" if device == "cpu" else "the checkpoint's own"

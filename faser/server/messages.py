@@ -1,7 +1,7 @@
-"""What crosses between the HTTP process and the engine's process, and how: MessagePack frames on a socket pair.
+"""Messages between the HTTP process and the engine's process: MessagePack frames on a socket pair.
 
-A socket rather than a message queue: when a process dies the other reads end-of-file at once, whatever killed it, so
-nothing has to be polled or timed. Knows the shapes of the messages and their framing; knows no engine and no HTTP.
+When a process dies, the other reads end-of-file from the socket at once, so nothing is polled or timed. Knows the types
+of the messages and their framing; knows no engine and no HTTP.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 import msgspec
 
-from faser.request import Finish, Grammar, Progress, SamplingParams, TokenLogprobs
+from faser.request import Grammar, Progress, SamplingParams
 
 _LENGTH_BYTES = 4
-BUFFER_BYTES = 4 * 2**20  # of the socket in each direction: a busy HTTP process must not stall a step
+BUFFER_BYTES = 4 * 2**20  # of the socket in each direction, so that a busy HTTP process does not stall a step
 
 
 class Start(msgspec.Struct, frozen=True):
-    """The first frame to an engine process: what to serve. `engine` holds fields of EngineOptions."""
+    """The first frame to an engine's process: what to serve. `engine`: fields of EngineOptions."""
 
     model: str | None
     draft: str | None
@@ -47,7 +47,7 @@ ToEngine = Add | Cancel
 
 
 class About(msgspec.Struct, frozen=True, tag="ready"):
-    """The engine is up: all the HTTP process needs to know of it. `reasons` says why each thing was chosen."""
+    """The engine is ready: all that the HTTP process needs to know of it. `reasons`: why each value was chosen."""
 
     model: str
     draft: str | None
@@ -73,45 +73,36 @@ class About(msgspec.Struct, frozen=True, tag="ready"):
 
     @property
     def max_tokens(self) -> int:
-        """Of one request, prompt and output: what the model takes and the pool can hold."""
+        """The most tokens of one request, prompt and output: the smaller of the model's context and the KV pool."""
         return min(self.max_model_len, self.kv_tokens)
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The engine could not start; it ends after this frame."""
+    """The engine could not start. Its last frame."""
 
     message: str
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """A request that was not taken in."""
+    """The engine did not accept a request."""
 
     id: str
     message: str
 
 
-class Output(msgspec.Struct, frozen=True, array_like=True):
-    """One request's gain in one step."""
-
-    id: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None = None
-    finish: Finish | None = None
-
-
 class Exits(msgspec.Struct, frozen=True, array_like=True):
-    """What early exit did, since the engine started."""
+    """Totals of early exit since the engine started."""
 
-    pruned: dict[int, int]  # tokens, by the layer they left after
-    trials: int  # steps that ran to the end to see what it would do
-    trial_pruned: int  # tokens it would have pruned in these
-    trial_false: int  # and of them, those the target accepted
-    predicted_seconds: float  # saved
-    measured_seconds: float
+    pruned: dict[int, int]  # tokens, by the layer after which they were dropped
+    trials: int  # steps that ran all layers to check the rule
+    trial_pruned: int  # tokens the rule would have pruned in trials
+    trial_false: int  # of trial_pruned, tokens that the target accepted
+    predicted_seconds: float  # saved, by the profile
+    measured_seconds: float  # saved, by the clock against the profile of all rows
 
 
 class Snapshot(msgspec.Struct, frozen=True, array_like=True):
-    """Where the engine stands: totals since it started, and the latest step. Times are of the monotonic clock."""
+    """Totals of the engine since it started, and figures of its latest step. Times are of the monotonic clock."""
 
     time: float
     steps: int
@@ -139,18 +130,18 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     last_drafted: int
     speculating_changed: float | None
     exits: Exits | None = None  # None: verifications have no early exit
-    chunks: int = 0  # drafts of a request made while its frontier was verified
-    hits: int = 0  # chunks that held
-    lanes: int = 1  # parts of the device that the last step ran on
+    chunks: int = 0  # times that a request drafted while its frontier was verified
+    hits: int = 0  # of chunks, those whose drafts became the next frontier
+    lanes: int = 1  # parts of the device's SMs that the last step ran on
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
-    outputs: list[Output]
+    progress: list[Progress]
     snapshot: Snapshot | None = None
 
 
 class Running(msgspec.Struct, frozen=True, tag="running"):
-    """How many requests are in the batch. Sent before a step is executed, if the number is not the one sent last."""
+    """Requests in the batch. Sent before a step is executed, if the number has changed."""
 
     number: int
 
@@ -166,7 +157,7 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 class Frames:
-    """Cuts a byte stream back into messages of one type."""
+    """Splits a byte stream into messages of one type."""
 
     def __init__(self, type_: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(type_)
@@ -198,7 +189,7 @@ _DEFAULTS = SamplingParams()
 
 
 def pack_params(params: SamplingParams) -> dict[str, Any]:
-    """The fields that are not the default, as plain values."""
+    """The fields that differ from the defaults, as plain values."""
     packed: dict[str, Any] = {}
     for field in fields(params):
         value = getattr(params, field.name)
@@ -217,7 +208,3 @@ def unpack_params(packed: dict[str, Any]) -> SamplingParams:
     if "grammar" in values:
         values["grammar"] = Grammar(*values["grammar"])
     return SamplingParams(**values)
-
-
-def pack_progress(item: Progress) -> Output:
-    return Output(item.request_id, item.token_ids, item.logprobs, item.finish)

@@ -1,4 +1,4 @@
-"""/metrics: the figures as Prometheus text. vLLM's names where vLLM has one; docs/metrics.md defines each."""
+"""/metrics: the figures as Prometheus text. Names are vLLM's where vLLM has one; docs/metrics.md defines each."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ class PrometheusText:
         yield refused
         for name, help_, histogram in (
             ("vllm:time_to_first_token_seconds", "Arrival to first token", figures.first_token),
-            ("vllm:inter_token_latency_seconds", "Between tokens", figures.between_tokens),
-            ("vllm:request_time_per_output_token_seconds", "Mean between a request's tokens", figures.per_token),
-            ("vllm:e2e_request_latency_seconds", "Arrival to end", figures.whole),
+            ("vllm:inter_token_latency_seconds", "Time between tokens", figures.between_tokens),
+            ("vllm:request_time_per_output_token_seconds", "Mean time between a request's tokens", figures.per_token),
+            ("vllm:e2e_request_latency_seconds", "Arrival to end", figures.request_seconds),
             ("vllm:request_prompt_tokens", "Prompt sizes", figures.prompt_sizes),
             ("vllm:request_generation_tokens", "Output sizes", figures.output_sizes),
         ):
@@ -82,54 +82,56 @@ class PrometheusText:
         for name, help_, value in (
             ("vllm:num_requests_running", "Requests in the batch", self._engine.num_running),
             ("vllm:num_requests_waiting", "Open requests that are not in the batch", self._engine.num_waiting),
-            ("faser:engine_up", "Whether the engine serves", self._engine.state == "ready"),
+            ("faser:engine_up", "Whether the engine is ready", self._engine.state == "ready"),
         ):
             yield _metric(GaugeMetricFamily, name, help_, float(value), model)
-        yield _counter("faser:engine_restarts", "Times the engine was started again", self._engine.num_restarts, model)
+        yield _counter("faser:engine_restarts", "Times that the engine was restarted", self._engine.num_restarts, model)
 
     def _of_engine(self, now: Snapshot, model: str) -> Iterator[Metric]:
         about = self._engine.about
         num_pages = about.num_pages if about is not None else 1
         for name, help_, value in (
             ("vllm:kv_cache_usage_perc", "Share of the target's KV pages in use, 0 to 1", now.pages_held / num_pages),
-            ("faser:draft_kv_cache_usage", "Likewise of the draft's", (now.draft_pages_held or 0) / num_pages),
+            ("faser:draft_kv_cache_usage", "Share of the draft's KV pages in use, 0 to 1",
+             (now.draft_pages_held or 0) / num_pages),
             ("faser:draft_resident", "Whether a draft model's weights are on the device",
              now.draft_pages_held is not None),
-            ("faser:early_exit_predicted_seconds", "Seconds that early exits saved so far, by the profile",
+            ("faser:early_exit_predicted_seconds", "Seconds that early exits saved, by the profile",
              now.exits.predicted_seconds if now.exits else 0.0),
-            ("faser:early_exit_measured_seconds", "The same by the clock, against the profile of all rows",
+            ("faser:early_exit_measured_seconds", "Seconds that early exits saved, by the clock against the profile",
              now.exits.measured_seconds if now.exits else 0.0),
-            ("faser:lanes", "Parts of the device's SMs that the last step ran on; 1 is the whole", now.lanes),
+            ("faser:lanes", "Parts of the device's SMs that the last step ran on; 1: undivided", now.lanes),
         ):  # fmt: skip
             yield _metric(GaugeMetricFamily, name, help_, float(value), model)
         for name, help_, value in (
-            ("vllm:num_preemptions", "Requests sent back to the queue for want of pages", now.preemptions),
+            ("vllm:num_preemptions", "Requests sent back to the queue because KV pages ran out", now.preemptions),
             ("vllm:prefix_cache_queries", "Tokens looked for in the prefix cache", now.prefix_queries),
-            ("vllm:prefix_cache_hits", "Tokens found there", now.prefix_hits),
+            ("vllm:prefix_cache_hits", "Tokens found in the prefix cache", now.prefix_hits),
             ("vllm:spec_decode_num_drafts", "Times a request drafted", sum(now.lengths[1:])),
             ("vllm:spec_decode_num_draft_tokens", "Drafted tokens", now.drafted),
-            ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens the target agreed with", now.accepted),
-            ("faser:spec_decode_num_verified_tokens", "Drafted tokens the target looked at", now.verified),
-            ("faser:spec_decode_num_pruned_tokens", "Drafted tokens dropped before that", now.drafted - now.verified),
-            ("faser:spec_decode_num_false_pruned_tokens", "Tokens accepted in trials of the early exit that its rule "
-             "would have pruned", now.exits.trial_false if now.exits else 0),
-            ("faser:early_exit_trial_pruned_tokens", "All tokens that its rule would have pruned in trials",
+            ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that the target accepted", now.accepted),
+            ("faser:spec_decode_num_verified_tokens", "Drafted tokens that the target verified", now.verified),
+            ("faser:spec_decode_num_pruned_tokens", "Drafted tokens dropped before the target's last layer",
+             now.drafted - now.verified),
+            ("faser:spec_decode_num_false_pruned_tokens", "Accepted tokens that the rule of early exit would have "
+             "pruned, in trials", now.exits.trial_false if now.exits else 0),
+            ("faser:early_exit_trial_pruned_tokens", "Tokens that the rule of early exit would have pruned in trials",
              now.exits.trial_pruned if now.exits else 0),
-            ("faser:overlap_chunks", "Drafts of a request made while its drafts before were verified", now.chunks),
-            ("faser:overlap_hits", "Of these, the ones that held: all before them accepted, and the next token right",
-             now.hits),
-            ("faser:early_exit_trials", "Steps that ran to the end to see what the early exit would do",
+            ("faser:overlap_chunks", "Times that a request drafted while its earlier drafts were verified", now.chunks),
+            ("faser:overlap_hits", "Of overlap_chunks, those whose drafts were kept: all earlier drafts accepted and "
+             "the next token right", now.hits),
+            ("faser:early_exit_trials", "Steps that ran all layers to check the rule of early exit",
              now.exits.trials if now.exits else 0),
             ("faser:speculation_off_seconds", "Seconds of steps in which requests decoded and none drafted",
              now.off_seconds),
             ("faser:steps", "Steps", now.steps),
             ("faser:step_failures", "Steps that failed", now.step_failures),
             ("faser:step_seconds", "Seconds in steps", now.step_seconds),
-            ("faser:predicted_step_seconds", "The same as the cost model predicted it before each step",
+            ("faser:predicted_step_seconds", "Seconds in steps, as the cost model predicted before each step",
              now.predicted_seconds),
-            ("faser:plan_seconds", "Of these, planning", now.plan_seconds),
-            ("faser:draft_seconds", "Of these, in the draft", now.draft_seconds),
-            ("faser:verify_seconds", "Of these, in the target", now.verify_seconds),
+            ("faser:plan_seconds", "Of step_seconds, planning", now.plan_seconds),
+            ("faser:draft_seconds", "Of step_seconds, in the draft", now.draft_seconds),
+            ("faser:verify_seconds", "Of step_seconds, in the target", now.verify_seconds),
         ):  # fmt: skip
             yield _counter(name, help_, value, model)
         positions = CounterMetricFamily(
@@ -140,7 +142,7 @@ class PrometheusText:
             positions.add_metric([model, str(position)], accepted)
         yield positions
         layers = CounterMetricFamily(
-            "faser:early_exit_pruned_tokens", "Tokens pruned inside verifications, by the layer they left after",
+            "faser:early_exit_pruned_tokens", "Tokens pruned by early exit, by the layer after which they were dropped",
             labels=["model_name", "layer"],
         )  # fmt: skip
         for layer, pruned in sorted((now.exits.pruned if now.exits else {}).items()):
@@ -168,7 +170,7 @@ def _histogram(name: str, help_: str, buckets: list[tuple[str, float]], total: f
 
 
 def _lengths(lengths: Sequence[int], model: str) -> Metric:
-    """Chosen lengths as a histogram with a bucket for each."""
+    """Draft lengths as a histogram with a bucket for each length."""
     counts = [*lengths, *[0] * (9 - len(lengths))]
     bounds = [*map(str, map(float, range(len(counts)))), "+Inf"]
     total = sum(length * times for length, times in enumerate(lengths))

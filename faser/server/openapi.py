@@ -1,4 +1,4 @@
-"""The server's own OpenAPI document, made from the very types that requests are checked against."""
+"""The server's OpenAPI document, made from the types that requests are checked against."""
 
 from __future__ import annotations
 

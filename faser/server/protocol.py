@@ -1,7 +1,7 @@
-"""The OpenAI API as values: what a request may say, what an answer looks like, and how a refusal reads.
+"""The OpenAI API as types: requests, answers and errors.
 
 Knows JSON and the meaning of every field; knows no engine, no tokens and no sockets. A field that is not supported is
-refused by name with what to do about it, and never ignored: only values that change nothing pass.
+never ignored: the error names it and says what to do. Only values that change nothing pass.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from faser.text.grammar import ANY_OBJECT
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
-MAX_STOP_LENGTH = 256  # characters; the text is searched for them with every token
+MAX_STOP_LENGTH = 256  # characters; every new token is searched for stop strings
 MAX_MESSAGES = 4096
 MAX_BIASED_TOKENS = 1024
 
@@ -36,8 +36,8 @@ _UNSUPPORTED = {
     "modalities": "only text is served",
     "audio": "only text is served",
     "store": "answers are not stored",
-    "reasoning_effort": "the models served have no such setting",
-    "verbosity": "the models served have no such setting",
+    "reasoning_effort": "the models served do not have it",
+    "verbosity": "the models served do not have it",
     "web_search_options": "the server has no tools",
     "service_tier": "there is one tier",
     "metadata": "answers are not stored",
@@ -48,7 +48,7 @@ _UNSUPPORTED = {
     "use_beam_search": "beam search is not supported",
     "prompt_logprobs": "only logprobs of the output are reported",
 }
-# Values of unsupported fields that ask for what happens anyway.
+# Values of unsupported fields that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "tools": ([],), "tool_choice": ("none",), "functions": ([],), "function_call": ("none",),
     "parallel_tool_calls": (True, False), "modalities": (["text"],), "store": (False,),
@@ -57,7 +57,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class ApiError(Exception):
-    """An answer that is not 200, in OpenAI's envelope."""
+    """An answer other than 200, in OpenAI's format."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
 class _Sampled(_Request, frozen=True, kw_only=True):
-    """The fields that completions and chat share. None is: not given."""
+    """The fields that completions and chat share. None: not given."""
 
     model: str | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -120,9 +120,9 @@ class _Sampled(_Request, frozen=True, kw_only=True):
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     logit_bias: Annotated[dict[str, float], Meta(max_length=MAX_BIASED_TOKENS)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    user: str | None = None  # an identifier of the client's own; nothing is done with it
+    user: str | None = None  # the client's own identifier; not used
     response_format: ResponseFormat | None = None
-    # what OpenAI has not: vLLM's names where it has one, and max_draft
+    # Not OpenAI's: vLLM's names where it has one, and max_draft.
     top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
@@ -145,7 +145,7 @@ class _Sampled(_Request, frozen=True, kw_only=True):
         given: dict[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": max(self.top_k, 0) if self.top_k is not None else None,  # -1 is "all" elsewhere
+            "top_k": max(self.top_k, 0) if self.top_k is not None else None,  # clients of vLLM send -1 for "all"
             "min_p": self.min_p,
             "min_tokens": self.min_tokens,
             "stop": self.stop,
@@ -160,16 +160,11 @@ class _Sampled(_Request, frozen=True, kw_only=True):
             "max_draft": self.max_draft,
             "grammar": self.grammar(),
         }
-        grammar = given["grammar"]
-        if grammar is not None and (self.min_tokens or self.ignore_eos):
-            other = "min_tokens" if self.min_tokens else "ignore_eos"
-            message = f"{other} does not go with a constrained output, which ends when it is whole; remove it"
-            raise ApiError(400, message, param=other)
         try:
             given = {name: value for name, value in given.items() if value is not None}
             return SamplingParams(**{"temperature": 1.0, **defaults, **given, "max_tokens": max_tokens})
         except InvalidRequest as error:
-            raise ApiError(400, str(error), param=_leading_name(str(error))) from None
+            raise ApiError(400, str(error), param=leading_name(str(error))) from None
 
     def grammar(self) -> Grammar | None:
         given = self.response_format
@@ -213,7 +208,7 @@ class CompletionRequest(_Sampled, frozen=True, kw_only=True):
     echo: bool | None = None
 
     def prompts(self, most_tokens: int) -> list[str | list[int]]:
-        """One or more prompts: a text, a list of texts, the ids of one, or a list of those."""
+        """The prompts: one text, several texts, the token ids of one prompt, or a list of token ids for each."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -230,14 +225,14 @@ class CompletionRequest(_Sampled, frozen=True, kw_only=True):
         lists = [part for part in prompt if isinstance(part, list)]
         if not prompt or len(prompt) not in (len(ids), len(texts), len(lists)):
             raise ApiError(
-                400, "prompt: expected a text, a list of texts, a list of token ids, or a list of such lists",
+                400, "prompt: expected a text, a list of texts, a list of token ids, or a list of lists of token ids",
                 param="prompt",
             )  # fmt: skip
         return [ids] if ids else [*texts, *lists]
 
 
 class TextPart(msgspec.Struct, frozen=True):
-    """Parts of other types have other fields, and are refused by their type."""
+    """A part of a message. Parts of other types have other fields; they are refused by type."""
 
     type: str
     text: str | None = None
@@ -247,15 +242,15 @@ class Message(_Request, frozen=True, kw_only=True):
     role: str
     content: str | Annotated[list[TextPart], Meta(max_length=MAX_MESSAGES)] | None = None
     name: str | None = None
-    refusal: str | None = None  # what our own answers carry: they come back in the next turn
-    # what the official client adds to them
+    refusal: str | None = None  # a field of our own answers, which clients send back in the next turn
+    # fields that OpenAI's client adds to them
     annotations: None = None
     audio: None = None
     function_call: None = None
     tool_calls: None = None
 
     def plain(self, index: int) -> dict[str, Any]:
-        """As a template takes it."""
+        """The message as a chat template takes it."""
         param = f"messages[{index}].content"
         content = self.content
         if isinstance(content, list):
@@ -293,7 +288,7 @@ Body = TypeVar("Body", CompletionRequest, ChatRequest)
 
 
 def parse(body: bytes, type_: type[Body]) -> Body:
-    """A request from its body, or the ApiError that says which field is wrong and why."""
+    """The request in a body; ApiError says which field is wrong and why."""
     try:
         raw = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -328,8 +323,8 @@ _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 
 
 def _invalid_field(message: str) -> ApiError:
-    """From msgspec's words ("Expected `int`, got `str` - at `$.n`") to ours."""
-    if len(message) > 1000:  # it repeats what was sent
+    """msgspec's message ("Expected `int`, got `str` - at `$.n`") as an ApiError with the field's name."""
+    if len(message) > 1000:  # it repeats the request
         return ApiError(400, f"{message[:200]} …", code="invalid_value")
     found = _PATH.search(message)
     param = found.group(1) if found is not None else None
@@ -361,8 +356,9 @@ def _checked_grammar(kind: str, text: str, param: str) -> Grammar:
         raise ApiError(400, str(error), param=param) from None
 
 
-def _leading_name(message: str) -> str | None:
-    found = re.match(r"(\w+)=", message)
+def leading_name(message: str) -> str | None:
+    """The field with which a message of SamplingParams begins."""
+    found = re.match(r"(\w+)[=:]", message)
     return found.group(1) if found is not None else None
 
 
@@ -374,7 +370,7 @@ class PromptDetails(msgspec.Struct, frozen=True):
 
 
 class CompletionDetails(msgspec.Struct, frozen=True):
-    """`accepted` came from the draft; `rejected` was drafted and not used."""
+    """accepted: output tokens from the draft; rejected: drafted tokens that were not used."""
 
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
@@ -453,7 +449,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class Completion(_Answer, frozen=True):
-    """A whole answer, or one event of a streamed one."""
+    """A whole answer, or one event of a stream."""
 
     choices: list[CompletionChoice]
     usage: Usage | None = None

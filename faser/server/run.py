@@ -1,8 +1,8 @@
-"""`faser serve`: the HTTP process from its first line to its exit status.
+"""`faser serve`: the HTTP process from start to exit status.
 
-Binds the port before anything is loaded, so that a taken one is known at once; answers 503 until the engine is up.
-SIGTERM and SIGINT drain: new requests are refused, running ones get their grace, the exit status is 0. A second signal
-ends at once.
+Binds the port before anything is loaded, so that a port in use is reported at once. Answers 503 until the engine is
+ready. After SIGTERM or SIGINT new requests are refused, open ones have the grace period to finish, and the exit status
+is 0. A second signal ends the grace period.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from time import monotonic
 
 import uvicorn
 
-from faser.cli.arguments import API_KEY_VARIABLE
-from faser.config import ServerOptions
+from faser.config import API_KEY_VARIABLE, ServerOptions
 from faser.errors import ConfigError, EngineError
 from faser.models.generation import describe
 from faser.server.app import Api
@@ -32,14 +31,14 @@ from faser.server.messages import About
 
 log = logging.getLogger("faser.server")
 
-EXAMPLE_QUESTION = "Name the three primary colors."  # what the default model, a small one, answers well
+EXAMPLE_QUESTION = "Name the three primary colors."  # the default model, a small one, answers it well
 _POLL_SECONDS = 0.05
 _BACKLOG = 2048
-_LAST_WORDS_SECONDS = 2  # for answers already on their way when the grace is over
+_LAST_ANSWER_SECONDS = 2  # for answers that are being sent when the grace period ends
 
 
 def serve(options: ServerOptions) -> int:
-    """Serve until told to stop. Raises EngineError where the engine is down for good."""
+    """Serve until a signal. Raises EngineError if the engine fails for good."""
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     listener = _bind(options.host, options.port)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -62,7 +61,7 @@ class _Server:
             log_level="warning",
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=_LAST_WORDS_SECONDS,
+            timeout_graceful_shutdown=_LAST_ANSWER_SECONDS,
             timeout_keep_alive=75,
             backlog=_BACKLOG,
         )
@@ -95,7 +94,7 @@ class _Server:
         self._stop.set()
 
     async def _drain(self) -> None:
-        """Let what runs finish, for as long as the grace lasts and nobody insists."""
+        """Wait until open requests have finished, the grace period is over, or a second signal comes."""
         self._api.service.draining = True
         deadline = monotonic() + self._options.grace
         if self._engine.num_open:
@@ -111,7 +110,7 @@ class _Server:
         assert about is not None
         host, port = self._listener.getsockname()[:2]
         print(announcement(about, self._options, host, port), flush=True)
-        # What is here now stays for good: collections need not look at it again, and short-lived objects pile up fast.
+        # Objects of the start live as long as the process: exclude them from garbage collection, and collect rarely.
         gc.collect()
         gc.freeze()
         gc.set_threshold(50_000, 20, 50)
@@ -124,7 +123,7 @@ class _Server:
 
 
 class _Http(uvicorn.Server):
-    """uvicorn without its own signal handlers: what a signal means is decided above."""
+    """uvicorn without its own signal handlers: _Server handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -141,7 +140,7 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host} port {port} ({error.strerror or error}); "
-            "give another --port (0 takes a free one) or --host, or stop what uses it"
+            "give another --port (0 takes a free one) or --host, or stop the program that uses it"
         ) from None
     listener.setblocking(False)
     return listener
@@ -157,7 +156,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def announcement(about: About, options: ServerOptions, host: str, port: int) -> str:
-    """What was chosen and why, and two examples that work when pasted."""
+    """What is served, each choice with its reason, and two examples to paste."""
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     url, why = f"http://{shown}:{port}", about.reasons
     sampling = describe({"temperature": 1.0, **about.sampling})
@@ -179,7 +178,7 @@ def announcement(about: About, options: ServerOptions, host: str, port: int) -> 
 
 
 def _examples(about: About, options: ServerOptions, url: str) -> list[str]:
-    """One for the shell and one for Python, which needs `pip install openai`. The key itself is never shown."""
+    """One for the shell and one for Python, which needs `pip install openai`. A key is never shown."""
     key, api_key, lines = "", '"none"', []
     if options.api_keys:
         key = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"'

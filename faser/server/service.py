@@ -1,14 +1,13 @@
-"""What the server decides about a request before the engine sees it: is it allowed, does it fit, what does it mean.
+"""From a parsed HTTP request to a request for the engine: checks, tokens, defaults, admission.
 
-Knows the engine's limits, the tokenizer and the chat template; knows no sockets. Everything that can be refused is
-refused here, by the name of the field, before a page is taken.
+Knows the engine's limits, the tokenizer and the chat template; knows no sockets. Whatever can be refused is refused
+here, by the name of the field.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,27 +17,27 @@ from typing import Any
 
 from faser.config import ServerOptions
 from faser.errors import InvalidRequest
-from faser.request import SamplingParams
+from faser.request import SamplingParams, check_token_ids, draw_seed
 from faser.server.answers import Answerer, ChatAnswerer, Choice, CompletionAnswerer
 from faser.server.engine_client import EngineClient, EngineGone, ShuttingDown, State, Stream, Track
 from faser.server.figures import Figures
 from faser.server.messages import About
-from faser.server.protocol import ApiError, ChatRequest, CompletionRequest
+from faser.server.protocol import ApiError, ChatRequest, CompletionRequest, leading_name
 from faser.text.chat import ChatTemplate
 from faser.text.grammar import GrammarCompiler
 from faser.text.tokenizer import Tokenizer
 
-DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; chat goes on to the end of the context; a model's own default comes first
-MAX_RETRY_SECONDS = 60  # the official client ignores a longer Retry-After
-MIN_START_SECONDS = 2  # for a start that takes longer than the last one, or the first of all
-GRAMMAR_SECONDS = 5.0  # to compile one; those that are not refused beforehand take milliseconds
-_LONG_TEXT = 16_384  # characters; more are rendered and tokenised beside the event loop
-_SEED_STEP = 0x9E3779B97F4A7C15  # odd: the choices of one request have distinct seeds
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, where the model has no default; chat may fill the context
+MAX_RETRY_SECONDS = 60  # OpenAI's client ignores a longer Retry-After
+MIN_START_SECONDS = 2  # Retry-After while the engine starts, if the last start was shorter or there was none
+GRAMMAR_SECONDS = 5.0  # to compile a grammar; almost all take milliseconds
+_LONG_TEXT = 16_384  # characters; longer texts are rendered and tokenised in a thread
+_SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that the choices of one request have distinct seeds
 
 
 @dataclass(frozen=True)
 class Call:
-    """A request the engine has taken in."""
+    """A request that was sent to the engine."""
 
     stream: Stream
     tracks: list[Track]
@@ -49,8 +48,8 @@ class Call:
     includes_usage: bool
 
 
-class Served:
-    """What is served: made once from what the engine says about itself."""
+class ServedModel:
+    """The model that is served, with its tokenizer and template, made from the engine's About."""
 
     def __init__(self, about: About) -> None:
         self.about = about
@@ -70,14 +69,14 @@ class Service:
         self._options = options
         self._engine = engine
         self._figures = figures
-        self._served: Served | None = None
+        self._served: ServedModel | None = None
 
     @property
     def state(self) -> str:
         return "draining" if self.draining else self._engine.state.value
 
-    def served(self) -> Served:
-        """What is served now, or the 503 that says why nothing is."""
+    def served(self) -> ServedModel:
+        """The model that is served; ApiError 503 with the reason if there is none."""
         about = self._engine.about
         if self.draining:
             message = "the server is shutting down and takes no new requests; send them to another server"
@@ -86,7 +85,7 @@ class Service:
             seconds = self._start_seconds()
             raise _busy(f"the engine is {self._engine.state.value}; try again in {seconds} s", seconds)
         if self._served is None or self._served.about is not about:
-            self._served = Served(about)
+            self._served = ServedModel(about)
         return self._served
 
     # ── the two kinds of request ─────────────────────────────────────────────────────────────────────────────────────
@@ -94,7 +93,7 @@ class Service:
     async def complete(self, request: CompletionRequest, arrived: float) -> Call:
         served = self._admitting(request)
         if request.echo and request.logprobs is not None:
-            raise ApiError(400, "echo with logprobs would need those of the prompt, which are not reported; give one",
+            raise ApiError(400, "echo with logprobs needs logprobs of the prompt, which are not supported; give one",
                            param="echo")  # fmt: skip
         given = request.prompts(self._max_prompt(served.about))
         self._check_room(served.about, request.num_choices, len(given))
@@ -128,8 +127,8 @@ class Service:
         answerer = ChatAnswerer(served.about.model, served.tokenizer, num_logprobs is not None)
         return self._submit(request, [prompt], params, answerer, served, arrived)
 
-    def _admitting(self, request: CompletionRequest | ChatRequest) -> Served:
-        """What is served, if there is room at all: a full server need not read prompts."""
+    def _admitting(self, request: CompletionRequest | ChatRequest) -> ServedModel:
+        """The model that is served. A full server refuses before it tokenises."""
         served = self.served()
         _check_model(request.model, served.about)
         self._check_room(served.about, request.num_choices)
@@ -137,16 +136,16 @@ class Service:
 
     # ── prompts ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _prompt_ids(self, prompt: str | list[int], served: Served) -> list[int]:
+    def _prompt_ids(self, prompt: str | list[int], served: ServedModel) -> list[int]:
         if isinstance(prompt, str):
             return self._encode(prompt, served, "prompt", add_special_tokens=True)
-        vocab_size = served.about.vocab_size
-        unknown = next((token for token in prompt if token >= vocab_size), None)
-        if unknown is not None:
-            raise ApiError(400, f"prompt: {unknown} is no token id; expected 0 to {vocab_size - 1}", param="prompt")
+        try:
+            check_token_ids("prompt", prompt, served.about.vocab_size)
+        except InvalidRequest as error:
+            raise ApiError(400, str(error), param="prompt") from None
         return self._check_size(prompt, served.about, "prompt")
 
-    def _chat_ids(self, messages: list[dict[str, Any]], served: Served) -> list[int]:
+    def _chat_ids(self, messages: list[dict[str, Any]], served: ServedModel) -> list[int]:
         if served.template is None:
             raise ApiError(
                 400,
@@ -160,7 +159,7 @@ class Service:
             raise ApiError(400, str(error), param="messages") from None
         return self._encode(text, served, "messages", add_special_tokens=False)
 
-    def _encode(self, text: str, served: Served, param: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, served: ServedModel, param: str, *, add_special_tokens: bool) -> list[int]:
         tokenizer = self._check_length(len(text), served, param)
         try:
             token_ids = tokenizer.encode(text, add_special_tokens)
@@ -168,8 +167,8 @@ class Service:
             raise ApiError(400, f"{param}: {error}", param=param) from None
         return self._check_size(token_ids, served.about, param)
 
-    def _check_length(self, num_characters: int, served: Served, param: str) -> Tokenizer:
-        """A text that is surely too long is not worth tokenising to know by how much."""
+    def _check_length(self, num_characters: int, served: ServedModel, param: str) -> Tokenizer:
+        """Refuse a text that must have too many tokens, without tokenising it."""
         if served.tokenizer is None:
             raise ApiError(400, f"{param}: the model has no tokenizer; send token ids to /v1/completions", param=param)
         most = self._max_prompt(served.about) * served.tokenizer.longest_token
@@ -191,7 +190,7 @@ class Service:
     def _output_limit(
         self, about: About, num_prompt: int, asked: int | None, default: int, param: str, field: str
     ) -> int:
-        """Output tokens: as asked, or as many as fit of the default."""
+        """Output tokens: as asked, or the default cut to the room after the prompt."""
         room = about.max_tokens - num_prompt
         if asked is None:
             return min(default, room)
@@ -207,19 +206,18 @@ class Service:
 
     # ── parameters and admission ─────────────────────────────────────────────────────────────────────────────────────
 
-    async def _params(self, params: SamplingParams, served: Served) -> SamplingParams:
-        vocab_size = served.about.vocab_size
-        for name, named in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
-            unknown = next((token for token in named if token >= vocab_size), None)
-            if unknown is not None:
-                raise ApiError(400, f"{name}: {unknown} is no token id; expected 0 to {vocab_size - 1}", param=name)
+    async def _params(self, params: SamplingParams, served: ServedModel) -> SamplingParams:
+        try:
+            params.check_vocabulary(served.about.vocab_size)
+        except InvalidRequest as error:
+            raise ApiError(400, str(error), param=leading_name(str(error))) from None
         if params.stop and served.tokenizer is None:
             raise ApiError(400, "stop: the model has no tokenizer; use stop_token_ids", param="stop")
         if params.grammar is not None:
             await self._check_grammar(params, served)
         return params
 
-    async def _check_grammar(self, params: SamplingParams, served: Served) -> None:
+    async def _check_grammar(self, params: SamplingParams, served: ServedModel) -> None:
         param = "response_format" if params.grammar is not None and params.grammar.kind != "regex" else (
             "structured_outputs.regex")  # fmt: skip
         grammars = served.grammars
@@ -238,28 +236,27 @@ class Service:
         prompts: list[list[int]],
         params: SamplingParams,
         answerer: Answerer,
-        served: Served,
+        served: ServedModel,
         arrived: float,
     ) -> Call:
         self._check_room(served.about, request.num_choices, len(prompts))
         asked = [(prompt, params, seed) for prompt in prompts for seed in _seeds(params, request.num_choices)]
-        ends = () if params.ignore_eos else served.about.end_ids
         try:
-            stream, tracks = self._engine.submit(asked, [*ends, *params.stop_token_ids], arrived)
+            stream, tracks = self._engine.submit(asked, sorted(params.stop_ids(served.about.end_ids)), arrived)
         except EngineGone as error:
             raise _busy(str(error), self._start_seconds()) from None
         choices = [Choice(index, served.tokenizer, params) for index in range(len(asked))]
         sizes = [len(prompt) for prompt in prompts]
         return Call(stream, tracks, choices, answerer, sizes, bool(request.stream), request.includes_usage)
 
-    def gone(self, error: EngineGone) -> ApiError:
-        """The answer to a request whose engine has gone."""
+    def engine_error(self, error: EngineGone) -> ApiError:
+        """The error for a request whose engine has ended."""
         if isinstance(error, ShuttingDown):
             return _busy(str(error), 1, code="shutting_down")
         return _busy(str(error), self._start_seconds(), code="engine_failed")
 
     def _start_seconds(self) -> int:
-        """When the engine will be up, by how long its last start took. Clients do not heed more than a minute."""
+        """Seconds until the engine is ready, by the duration of its last start; at most MAX_RETRY_SECONDS."""
         expected = self._engine.seconds_to_start or 0.0
         return min(MAX_RETRY_SECONDS, max(MIN_START_SECONDS, math.ceil(expected)))
 
@@ -275,8 +272,8 @@ class Service:
             )
 
     def _retry_seconds(self, about: About) -> int:
-        """About when the queue will have moved: waiting requests by the rate at which running ones have ended."""
-        seconds = self._figures.whole.mean()
+        """Seconds until the queue has moved: waiting requests / rate at which requests end."""
+        seconds = self._figures.request_seconds.mean()
         waiting = max(1, self._engine.num_open - about.max_running)
         return min(MAX_RETRY_SECONDS, max(1, math.ceil(seconds * waiting / about.max_running)))
 
@@ -285,7 +282,7 @@ class Service:
 
 
 async def _in_thread(function: Callable[..., None], *args: Any) -> None:
-    """In a thread of its own that nobody waits for, neither a later request nor the end of the process."""
+    """Run a function in a thread of its own, which neither later requests nor the end of the process wait for."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 
@@ -307,12 +304,12 @@ async def _in_thread(function: Callable[..., None], *args: Any) -> None:
 
 
 def _seeds(params: SamplingParams, number: int) -> list[int]:
-    """The first choice has the request's own seed, so asking for more does not change it."""
-    first = secrets.randbits(64) if params.seed is None else params.seed
+    """One seed per choice. The first is the request's own, so that n does not change the first choice."""
+    first = draw_seed(params.seed)
     return [(first + i * _SEED_STEP) % 2**64 for i in range(number)]
 
 
-def _echoed(prompt: str | list[int], served: Served) -> str:
+def _echoed(prompt: str | list[int], served: ServedModel) -> str:
     if isinstance(prompt, str):
         return prompt
     return served.tokenizer.decode(prompt) if served.tokenizer is not None else ""
@@ -335,7 +332,7 @@ def _too_long(given: str, most: str, param: str) -> ApiError:
 
 
 def _too_many(num_prompts: int, n: int, about: About, max_waiting: int) -> ApiError:
-    """More choices in one request than the server ever holds."""
+    """The error for more choices in one request than the server holds at a time."""
     room = about.max_running + max_waiting
     holds = f"the server holds {room} at a time ({about.max_running} running, {max_waiting} waiting)"
     given = f"{num_prompts} prompt{'s' if num_prompts > 1 else ''} × n={n} are {num_prompts * n} choices in one request"

@@ -1,8 +1,8 @@
 """The engine's process: frames in, steps, frames out.
 
-Between two steps it takes in whatever arrived, so a cancelled request leaves before the next step is planned. It
-ends when its socket does: an engine never outlives the server that asked for it. Run as
-`python -m faser.server.worker FD FACTORY`; FACTORY (module:function) makes what is served from a `Start`.
+Reads frames between two steps, so a cancelled request leaves before the next step is planned. Ends when its socket
+closes: an engine never outlives its server. Run as `python -m faser.server.worker FD FACTORY`; FACTORY
+(module:function) makes a `Served` from a `Start`.
 """
 
 from __future__ import annotations
@@ -36,23 +36,22 @@ from faser.server.messages import (
     Start,
     ToEngine,
     frame,
-    pack_progress,
     unpack_params,
 )
 from faser.text.tokenizer import StopChecker, Tokenizer
 from faser.threads import prepare_openmp
 
-log = logging.getLogger("faser.engine.engine")
+log = logging.getLogger("faser.engine")
 
 SNAPSHOT_SECONDS = 0.1
-REST_SECONDS = 1.0
-MAX_STEP_FAILURES = 3  # in a row, after which the engine is taken to be broken
+REST_SECONDS = 1.0  # without requests, before the scheduler's state is checked
+MAX_STEP_FAILURES = 3  # in a row; then the engine ends
 _READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Served:
-    """What a factory makes."""
+    """What a factory makes: an engine, and its description."""
 
     engine: Engine
     about: About
@@ -66,21 +65,22 @@ class Worker:
         self._engine = served.engine
         self._tokenizer = served.tokenizer
         self._connection = connection
-        self._poll = select.poll()  # not select(): a busy server hands down a descriptor beyond 1023
+        self._poll = select.poll()  # select() cannot wait for descriptors above 1023, which a busy server may have
         self._poll.register(connection, select.POLLIN)
         self._frames = Frames(ToEngine)
         self._clock = clock
         self._last_snapshot = float("-inf")
         self._step_failures = 0
         self._failed_in_a_row = 0
-        self._running = 0  # as told to the other side
+        self._running = 0  # as last sent
         self._open = True
         self._engine.on_plan = self._tell_running
 
     def run(self) -> None:
-        """Serve until the other side is gone.
+        """Serve until the HTTP process closes the socket.
 
-        After a second of rest the books are checked, for nothing may be lost; then the engine may improve itself.
+        After REST_SECONDS without requests the scheduler's state is checked for lost pages; then the engine may use the
+        idle time to measure its profile.
         """
         checked, improves = False, True
         self._send([])
@@ -97,11 +97,11 @@ class Worker:
                     checked = True
 
     def _improve(self) -> bool:
-        """Use an idle moment; whether another one could be used. A failure costs nobody a request."""
+        """Use an idle moment; returns whether there is more to do. An error is logged and harms no request."""
         try:
             return self._engine.use_idle_moment()
         except Exception:
-            log.exception("what was tried in an idle moment failed; it is not tried again before the next request")
+            log.exception("work in an idle moment failed; it is not tried again before the next request")
             return False
 
     def _step(self) -> list[Progress]:
@@ -113,7 +113,7 @@ class Worker:
         return progress
 
     def _fail_all(self, error: Exception) -> list[Progress]:
-        """A step that raises takes its requests with it, with a reason; one that always does takes the engine."""
+        """A step that raises fails its requests, with a reason. Several in a row end the engine."""
         log.exception("a step failed")
         self._step_failures += 1
         self._failed_in_a_row += 1
@@ -127,7 +127,7 @@ class Worker:
     # ── frames ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _receive(self, timeout: float | None) -> bool:
-        """Take in what arrived, waiting up to `timeout` seconds (None: for ever) for it; whether anything did."""
+        """Read frames, waiting up to `timeout` seconds (None: for ever); returns whether any came."""
         arrived = False
         while self._open and self._poll.poll(None if timeout is None else 1e3 * timeout):
             data = self._connection.recv(_READ_BYTES)
@@ -161,17 +161,17 @@ class Worker:
         self._engine.add(request, checker)
 
     def _send(self, progress: list[Progress]) -> None:
-        """Progress, and a snapshot where one is due: ten times a second, and whenever the engine comes to rest."""
+        """Send progress, and a snapshot ten times a second and whenever the engine becomes idle."""
         now = self._clock()
         due = now - self._last_snapshot >= SNAPSHOT_SECONDS or not self._engine.has_work
         if progress or due:
             snapshot = take_snapshot(self._engine, now, self._step_failures) if due else None
             if due:
                 self._last_snapshot = now
-            self._write(Outputs([pack_progress(item) for item in progress], snapshot))
+            self._write(Outputs(progress, snapshot))
 
     def _tell_running(self) -> None:
-        """At once, because a step can take seconds."""
+        """Send the size of the batch before the step runs, because a step can take seconds."""
         running = self._engine.scheduler.num_running
         if running != self._running:
             self._running = running
@@ -240,7 +240,7 @@ def _exits(stats: ExitStats) -> Exits:
 def main() -> int:
     prepare_openmp()
     descriptor, factory = int(sys.argv[1]), sys.argv[2]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end, and closes the socket then
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server closes the socket when the engine should end
     connection = socket.socket(fileno=descriptor)
     start = _read_start(connection)
     logging.basicConfig(level=start.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -263,7 +263,7 @@ def _read_start(connection: socket.socket) -> Start:
     while data := connection.recv(_READ_BYTES):
         for start in frames.feed(data):
             return start  # type: ignore[no-any-return]
-    raise SystemExit(0)  # the server went away before it asked for anything
+    raise SystemExit(0)  # the server ended before it sent a frame
 
 
 def _find(factory: str) -> Callable[[Start], Served]:

@@ -1,8 +1,8 @@
-"""Chat templates: messages in, the prompt the model was trained on out.
+"""Chat templates: from messages to the prompt format that the model was trained on.
 
-Knows Jinja, and what the templates that come with Hugging Face models take for granted. A template is somebody else's
-code: it runs in Jinja's sandbox and sees the messages and two token texts, nothing else. Knows nothing of tokenizers,
-models or where a template was found. Imports no torch.
+Knows Jinja, and which functions the templates of Hugging Face models expect. A template is code from outside: it runs
+in Jinja's sandbox and sees the messages and two token texts, nothing else. Knows nothing of tokenizers, models or where
+a template was found. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from faser.errors import InvalidRequest, ModelError
 
-Message = Mapping[str, Any]  # {"role": text, "content": text}, and what else a template may look at
+Message = Mapping[str, Any]  # {"role": text, "content": text}, and further fields that a template may read
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template and the token texts it may write. Plain strings, so that it can be sent to another process."""
+    """A template and the token texts it may write; plain strings, which can be sent to another process."""
 
     source: str
     bos_token: str
     eos_token: str
 
     def check(self) -> None:
-        """Raise ModelError now, not at the first message, if the template does not compile."""
+        """Raise ModelError if the template does not compile."""
         _compile(self.source)
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation, to be tokenised without special tokens: the template writes them itself."""
+        """The text of a conversation. Tokenise it without special tokens: the template writes them itself."""
         template = _compile(self.source)
         plain = _checked(messages)
         try:
@@ -47,14 +47,14 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 bos_token=self.bos_token,
                 eos_token=self.eos_token,
-                tools=None,  # named, since templates ask "is not none", which an undefined name is not either
+                tools=None,  # templates ask "is not none", which is true of an undefined name
                 documents=None,
             )
         except _Refusal as refusal:
             raise InvalidRequest(
                 f"the model's chat template refused the messages: {refusal}; send them as it asks"
             ) from None
-        except Exception as error:  # whatever the template's code runs into
+        except Exception as error:  # the template's code may raise anything
             raise InvalidRequest(
                 f"the model's chat template cannot render these messages ({type(error).__name__}: {error}); send plain "
                 "system, user and assistant messages, or give another template with --chat-template FILE"
@@ -79,7 +79,7 @@ def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [dict(message) for message in messages]
 
 
-@lru_cache(maxsize=8)  # the texts are few, and compiling one takes longer than rendering it
+@lru_cache(maxsize=8)  # compiling takes longer than rendering
 def _compile(source: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
@@ -89,7 +89,7 @@ def _compile(source: str) -> jinja2.Template:
     environment.globals["strftime_now"] = _strftime_now
     try:
         return environment.from_string(source)
-    except Exception as error:  # Jinja's complaints, and Python's own compiler has limits: depth of nesting, size
+    except Exception as error:  # of Jinja, or of Python's compiler, which limits nesting and size
         reason = f"line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else type(error).__name__
         raise ModelError(
             f"the model's chat template does not compile ({reason}: {error}); give another with --chat-template FILE"
@@ -97,7 +97,7 @@ def _compile(source: str) -> jinja2.Template:
 
 
 class _Generation(Extension):
-    """{% generation %} … {% endgeneration %} mark, for training, what the assistant says; here they only enclose it."""
+    """{% generation %} … {% endgeneration %} mark the assistant's text for training; here they do nothing."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -113,7 +113,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own escapes HTML, which a model never saw."""
+    """Jinja's own filter escapes HTML, which models were not trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

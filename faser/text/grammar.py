@@ -1,13 +1,12 @@
-"""Languages an output must belong to, as masks over the vocabulary.
+"""Grammars that an output must match, as masks over the vocabulary.
 
-Knows JSON schemas and regular expressions, through llguidance, and which tokens may follow the tokens put out so far.
-That is a function of the grammar and those tokens alone, so a mask is the same whoever proposed them. Knows nothing of
-models, sampling, or drafted from committed tokens. Imports no torch: the HTTP process checks with it what the engine
-process will run.
+Knows JSON schemas and regular expressions, through llguidance, and which tokens may follow the output so far. A mask is
+a function of the grammar and the output alone, so drafted and committed tokens get the same masks. Knows nothing of
+models or sampling. Imports no torch: the HTTP process checks the grammars that the engine's process will run.
 
-A hostile grammar must cost its own request and nothing else. llguidance bounds the work of a compilation and of a mask
-by its limits; what these do not bound (the intersection of many patterns, large multipleOf, thousands of properties) is
-refused before it is tried.
+A hostile grammar must cost its own request and nothing else. llguidance's limits bound the work of a compilation and of
+a mask. What they do not bound (the intersection of many patterns, large multipleOf, thousands of properties) is refused
+before it is compiled.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 
 from faser.arrays import IntArray
 from faser.errors import EngineError, InvalidRequest
+from faser.extras import install_hint
 from faser.request import Grammar
 from faser.text.tokenizer import Tokenizer
 
@@ -36,30 +36,30 @@ ANY_OBJECT = '{"type":"object"}'  # the schema of every JSON object
 
 MAX_TEXT = 256 * 1024  # characters of a schema or an expression
 MAX_KEYS = 4000  # of all objects of a schema together: two thousand properties take half a second to compile
-MAX_MULTIPLE = 10_000  # the sum of all multipleOf, in 50 ms: digits are counted modulo each
+MAX_MULTIPLE = 10_000  # the sum of all multipleOf, which takes 50 ms: digits are counted modulo each
 MAX_INTERSECTED = 8  # patterns one string must satisfy at once: the work doubles with each
-MAX_LEXER_STATES = 50_000  # of one request, at 1 or 2 KiB each
+MAX_LEXER_STATES = 50_000  # of one request, 1 to 2 KiB each
 
-# A model free to put out spaces may do so until its last token. This leaves room to indent nine levels.
+# Unlimited white space would let a model emit nothing else until its last token. 20 characters indent nine levels.
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{1,20}", "lenient": False}
 _MAX_COMPILED = 64  # grammars kept; a compilation takes milliseconds
-_MAX_MASKS = 33  # of one request: those of a step, the longest draft and the bonus
-_MAX_REASON = 300  # characters of llguidance's own words that a message repeats
+_MAX_MASKS = 33  # kept for one request: those of one step, the longest draft (32) and the bonus token
+_MAX_REASON = 300  # characters of llguidance's message that an error repeats
 
 
 def _library() -> Any:
-    """llguidance, looked for when the first grammar comes: an engine without one runs without it."""
+    """llguidance, imported with the first grammar: an engine runs without it."""
     try:
         import llguidance
     except ImportError:
-        raise InvalidRequest("a grammar needs the package llguidance; `pip install llguidance`") from None
+        raise InvalidRequest(f"no grammar can be checked: {install_hint('engine', ['llguidance'])}") from None
     return llguidance
 
 
 class GrammarCompiler:
-    """Grammars over one tokenizer and one model's vocabulary. May be used from several threads.
+    """Compiles grammars for one tokenizer and one model's vocabulary. May be used from several threads.
 
-    `end_ids` are the model's end tokens: they are never text. The tokenizer is prepared on first use, which may take a
+    `end_ids` are the model's end tokens: never part of a text. The tokenizer is prepared on first use, which may take a
     second.
     """
 
@@ -69,9 +69,9 @@ class GrammarCompiler:
         self._end_ids = frozenset(i for i in end_ids if i < vocab_size)
         self._lock = Lock()
         self._prepared: LLTokenizer | None = None
-        self._text_bits: Bits = np.zeros(0, np.uint8)  # the ids a mask may hold as text
-        self._first_bits: Bits = np.zeros(0, np.uint8)  # likewise, at the start of the output
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()  # matchers at the start, to be copied
+        self._text_bits: Bits = np.zeros(0, np.uint8)  # ids that a mask may allow as text
+        self._first_bits: Bits = np.zeros(0, np.uint8)  # ids that it may allow as the first token of the output
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()  # at the output's start; copied per request
 
     def check(self, grammar: Grammar, stop_ids: Iterable[int] = ()) -> None:
         """Raise InvalidRequest unless requests with this grammar and these further stop ids can be served."""
@@ -81,7 +81,7 @@ class GrammarCompiler:
             raise _refusal(grammar.kind, str(error)) from error
 
     def matcher(self, grammar: Grammar, stop_ids: Iterable[int] = ()) -> Matcher:
-        """A matcher at the start of the grammar. All stop ids may follow a whole text, as the model's end tokens do."""
+        """A matcher at the start of the output. After a complete text it allows the stop ids and the end tokens."""
         stops = self._end_ids | {i for i in stop_ids if i < self._vocab_size}
         if not stops:
             raise InvalidRequest(
@@ -91,7 +91,7 @@ class GrammarCompiler:
         return Matcher(start, self._first_bits, self._text_bits, stops)
 
     def _start(self, grammar: Grammar) -> LLMatcher:
-        """Compiled outside the lock: nobody waits for another's grammar."""
+        """The compiled grammar. Compiles outside the lock, so that requests do not wait for each other's grammars."""
         with self._lock:
             prepared = self._prepare()
             found = self._compiled.get(grammar)
@@ -110,7 +110,7 @@ class GrammarCompiler:
         limits = library.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
         start: LLMatcher = library.LLMatcher(prepared, source, log_level=0, limits=limits)
         if not start.is_error():
-            start.compute_bitmask()  # shows an empty or too complex one at once; the work is kept and copied
+            start.compute_bitmask()  # fails now if the grammar is empty or too complex; copies share the work
         if start.is_error():
             raise _refusal(grammar.kind, _shorten(start.get_error()))
         return start
@@ -133,9 +133,9 @@ class GrammarCompiler:
         return self._prepared
 
     def _bits_that_lose_a_space(self, prepared: LLTokenizer) -> Bits:
-        """The tokens that begin with a space, where the tokenizer (SentencePiece) drops it at the start of a text.
+        """The tokens that begin with a space, if the tokenizer (SentencePiece) drops it at the start of a text.
 
-        The text would then not be what the grammar saw, so no output begins with one.
+        The text would differ from what the grammar saw, so no output may begin with one of these tokens.
         """
         matcher = _library().LLMatcher
         bits = matcher(prepared, matcher.grammar_from_regex(r" (.|\n)*"), log_level=0).compute_bitmask()
@@ -149,7 +149,7 @@ _compilers: WeakValueDictionary[tuple[int, int, tuple[int, ...]], GrammarCompile
 
 
 def shared_compiler(tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]) -> GrammarCompiler:
-    """The one compiler for a tokenizer and a vocabulary: who checks a grammar and who runs it share the work."""
+    """One compiler per tokenizer and vocabulary: the check of a grammar and its use share the work."""
     key = (id(tokenizer), vocab_size, tuple(end_ids))  # an id is not reused while the compiler holds its tokenizer
     compiler = _compilers.get(key)
     if compiler is None:
@@ -158,7 +158,7 @@ def shared_compiler(tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int
 
 
 class Matcher:
-    """One request's place in its grammar: moves to whatever output it is asked about, and remembers recent masks."""
+    """One request's position in its grammar. Moves to any output it is asked about, and keeps recent masks."""
 
     def __init__(self, start: LLMatcher, first_bits: Bits, text_bits: Bits, stop_ids: frozenset[int]) -> None:
         self._start = start
@@ -167,14 +167,14 @@ class Matcher:
         self._stop_ids = stop_ids
         self._stop_bits = _pack(stop_ids, 8 * text_bits.size)
         self._matcher = start.deep_copy()
-        self._consumed: IntArray = np.zeros(0, np.int64)  # the tokens the matcher stands behind, never a stop id
-        self._masks: dict[int, Bits] = {}  # by the number of tokens consumed before
+        self._consumed: IntArray = np.zeros(0, np.int64)  # tokens the matcher has consumed; never a stop id
+        self._masks: dict[int, Bits] = {}  # by the number of consumed tokens
 
     def mask(self, tokens: IntArray, vocab_size: int) -> NDArray[np.bool_] | None:
-        """Which of the first `vocab_size` ids may follow the output `tokens`: [vocab_size].
+        """[vocab_size] which ids may follow the output `tokens`.
 
-        None behind a stop id: the output has ended there, and nothing that follows is ever seen. EngineError where the
-        tokens are not of the grammar, where no token can follow, or where the grammar became too complex.
+        None after a stop id: the output has ended, and later tokens are never seen. EngineError if the tokens do not
+        match the grammar, if no token can follow, or if the grammar became too complex.
         """
         reached = self._move_to(tokens)
         if reached == len(tokens):
@@ -184,9 +184,9 @@ class Matcher:
         raise EngineError(f"output token {reached} ({int(tokens[reached])}) does not belong to the grammar")
 
     def num_valid(self, tokens: IntArray, drafted: IntArray) -> int:
-        """How many of the drafted tokens may follow the output `tokens`, up to the first that may not.
+        """How many of the drafted tokens match the grammar, up to the first that does not.
 
-        A stop id is the last that may. Where the grammar becomes too complex on the way the drafts are not worth it: 0.
+        A stop id is the last that counts. 0 if the grammar becomes too complex on the way.
         """
         everything = np.concatenate((tokens, drafted))
         try:
@@ -198,13 +198,13 @@ class Matcher:
         return max(0, reached - len(tokens))
 
     def _ends_with(self, token: int, num_tokens: int) -> bool:
-        """Whether a token ends the output, and may do so behind the tokens consumed."""
+        """Whether a token is a stop id that may follow the consumed tokens."""
         return token in self._stop_ids and bool(self._bits(num_tokens)[token // 8] >> (token % 8) & 1)
 
     def _move_to(self, tokens: IntArray) -> int:
-        """Consume exactly `tokens`, or as many as are of the grammar before a stop id; how many those are.
+        """Consume `tokens`, up to a stop id or the first that does not match; returns how many.
 
-        Where more than `tokens` was consumed, and its mask is known, the place is kept: drafting comes back to it.
+        If more was consumed before and the mask after `tokens` is known, the position stays: drafting returns to it.
         """
         common = _num_equal(self._consumed, tokens)
         if common == len(tokens) and common in self._masks:
@@ -226,7 +226,7 @@ class Matcher:
         self._masks = {number: bits for number, bits in self._masks.items() if number <= num_tokens}
 
     def _bits(self, num_tokens: int) -> Bits:
-        """The mask behind the first tokens consumed; only behind all of them where it is not known."""
+        """The mask after the first `num_tokens` consumed tokens: kept, or computed if these are all of them."""
         bits = self._masks.get(num_tokens)
         if bits is None:
             assert num_tokens == len(self._consumed)
@@ -237,20 +237,20 @@ class Matcher:
 
     def _compute_bits(self) -> Bits:
         text_bits = self._text_bits if len(self._consumed) else self._first_bits
-        # llguidance rounds up generously
+        # llguidance's masks are longer than the vocabulary
         bits: Bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)[: len(text_bits)] & text_bits
         self._require_sound(len(self._consumed))
         if self._matcher.is_accepting():
             bits |= self._stop_bits
         if not bits.any():
             raise EngineError(
-                f"no token of the model continues the grammar behind output token {len(self._consumed)}; "
+                f"no token of the model continues the grammar after {len(self._consumed)} output tokens; "
                 "use characters the model's tokenizer has"
             )
         return bits
 
     def _require_sound(self, num_tokens: int) -> None:
-        """A matcher in an error never leaves it: start afresh, so that a drafted token's trouble stays its own."""
+        """A matcher never recovers from an error: restart it, so that a bad draft does not fail the request."""
         if self._matcher.is_error():
             reason = _shorten(self._matcher.get_error())
             self._restart()
@@ -264,7 +264,7 @@ class Matcher:
 
 
 def _num_equal(left: IntArray, right: IntArray) -> int:
-    """The length of the common beginning."""
+    """Length of the common prefix."""
     shorter = min(len(left), len(right))
     differs = np.flatnonzero(left[:shorter] != right[:shorter])
     return int(differs[0]) if differs.size else shorter
@@ -277,7 +277,7 @@ def _pack(token_ids: Iterable[int], num_tokens: int) -> Bits:
     return np.packbits(flags, bitorder="little")
 
 
-# --- from the user's text to llguidance's -----------------------------------------------------------------------------
+# ---- from the user's text to llguidance's grammar ----
 
 
 def _regex_source(text: str) -> str:
@@ -327,16 +327,16 @@ def _refusal(kind: str, reason: str) -> InvalidRequest:
 
 
 def _shorten(error: str) -> str:
-    """One line of llguidance's words: of an expression's error the line that says what is wrong."""
+    """llguidance's message in one line: the line that begins with "error:", else the first."""
     lines = [line.strip() for line in error.replace("<non-verbose/>", "").splitlines() if line.strip()] or ["no reason"]
     if lines[0].startswith("NoExtension"):
-        return "no text belongs to it"
+        return "no text matches it"
     line = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
     return line if len(line) <= _MAX_REASON else line[:_MAX_REASON] + " …"
 
 
 def _refuse_costly(schema: object) -> None:
-    """What takes llguidance seconds, whatever its limits."""
+    """Raise ValueError for what takes llguidance seconds in spite of its limits."""
     num_keys, multiples = 0, 0.0
     open_parts = [schema]
     while open_parts:
@@ -351,15 +351,15 @@ def _refuse_costly(schema: object) -> None:
     if num_keys > MAX_KEYS:
         raise ValueError(f"{num_keys} keys in all; expected {MAX_KEYS} at most")
     if multiples > MAX_MULTIPLE:
-        raise ValueError(f"multipleOf beyond {MAX_MULTIPLE}, all of them together")
+        raise ValueError(f"the multipleOf values add up to more than {MAX_MULTIPLE}")
 
 
 class _PatternCount:
     """An upper bound on the patterns a schema intersects for one string.
 
-    What stands side by side for the same value adds up: allOf, a $ref, alternatives. What stands below, for another
-    value, does not, but a merge of objects merges it too; so a schema counts for its worst place. A property may have a
-    keyword's name, and a reference may be one that is not resolved here: then this counts too much, never too little.
+    Constraints on the same value add up: allOf, a $ref, alternatives. Constraints on values below it do not, but a
+    merge of objects merges them too; so a schema counts as much as its worst place. A property may have a keyword's
+    name, and a reference may not be resolvable here: then the bound is too high, never too low.
     """
 
     _BESIDE = ("allOf", "anyOf", "oneOf", "$ref")
@@ -392,13 +392,13 @@ class _PatternCount:
 
     def _count_reference(self, reference: str) -> int:
         if reference not in self._by_reference:
-            self._by_reference[reference] = 0  # a definition within itself stands for another value
+            self._by_reference[reference] = 0  # a definition inside itself constrains another value
             self._by_reference[reference] = self._count(_resolve(self._root, reference))
         return self._by_reference[reference]
 
 
 def _resolve(root: Any, reference: str) -> object:
-    """What #/a/b points at; the whole document where the reference is of another kind or points nowhere."""
+    """What #/a/b points at; the whole document if the reference has another form or points nowhere."""
     if not reference.startswith("#/"):
         return root
     found = root

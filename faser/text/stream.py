@@ -1,4 +1,4 @@
-"""One request's progress as chunks a person can be shown: certain text only, each piece with who guessed it.
+"""One request's progress as chunks: text that is certain, each piece with whether the draft guessed it.
 
 Knows tokens, text and stop strings; knows nothing of engines or of where the chunks go. Imports no torch.
 """
@@ -14,21 +14,21 @@ from faser.text.tokenizer import StopChecker, Tokenizer, make_text_stream
 class ChunkStream:
     """Makes the chunks of one request. Without a tokenizer they carry tokens and no text.
 
-    `checker` is the one the engine looks for stop strings with: it has seen all tokens that are received here, and it
-    decides how much of their text may be shown.
+    `checker` is the engine's own: it has seen all tokens that are received here, and says how much of their text may be
+    shown.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, checker: StopChecker | None) -> None:
         self._text = make_text_stream(tokenizer) if tokenizer is not None else None
         self._checker = checker
-        self._pieces: deque[tuple[str, bool]] = deque()  # certain, but not handed out yet
+        self._pieces: deque[tuple[str, bool]] = deque()  # not handed out yet
         self._num_waiting = 0  # characters in these pieces
         self._num_shown = 0  # characters handed out
 
     def receive(self, item: Progress) -> Chunk:
-        """What a step brought for the request."""
+        """The chunk of one step."""
         token_ids, finish = item.token_ids, item.finish
-        # A step brings accepted drafts and one token of the target's; where a stop cut it, the last counts as that one.
+        # A step emits accepted drafts and one token of the target. If a stop cut it, the last counts as the target's.
         num_accepted = max(0, len(token_ids) - 1)
         self._push(token_ids, num_accepted, finish)
         return Chunk(
@@ -57,7 +57,7 @@ class ChunkStream:
             self._num_waiting += len(text)
 
     def _num_showable(self, finish: Finish | None) -> int:
-        """How many of the characters not yet handed out cannot change any more."""
+        """Characters not handed out yet that cannot change any more."""
         if self._checker is None:
             return self._num_waiting
         if finish is not None and finish.text is not None:

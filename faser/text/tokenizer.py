@@ -1,8 +1,8 @@
-"""Text from tokens and back, one token at a time.
+"""Tokens from text, and text from tokens, one token at a time.
 
-Knows tokenizer.json and what it means for text to be finished: characters arrive in pieces, and the last pieces of a
-text may still change. Knows nothing of models, requests or steps: a token pushed is a token emitted, and the answers
-are the same however the tokens were grouped. Imports no torch.
+Knows tokenizer.json, and when text is certain: a character can take several tokens, and the end of a text may still
+change. Knows nothing of models, requests or steps: the text does not depend on how tokens are grouped into steps.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from faser.errors import InvalidRequest, ModelError
 TOKENIZER_FILE = "tokenizer.json"
 
 _HALF = "\ufffd"  # what decoders write for bytes that are not, or not yet, a character
-_MAX_PEEK = 64  # tokens; a longer unfinished stretch is not looked into until it is finished
+_MAX_PEEK = 64  # tokens; stop strings are not looked for in more held tokens than this
 
 
 class Tokenizer:
-    """A tokenizer.json: its post-processor alone decides which special tokens an encoded text gets."""
+    """A tokenizer.json. Its post-processor alone decides which special tokens an encoded text gets."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         backend.no_truncation()  # some published files cut at 512 tokens or pad; a prompt is served as given
@@ -33,7 +33,7 @@ class Tokenizer:
         self._special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self._byte_ids = _byte_fallback_ids(backend)
         self.is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
-        self._pieces: dict[int, bytes] = {}  # what `piece` was asked for before
+        self._pieces: dict[int, bytes] = {}  # earlier results of `piece`
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
@@ -68,7 +68,7 @@ class Tokenizer:
         return str(self._backend.to_str())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text; empty where it leads to none."""
+        """The ids of a text; may be empty."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -78,11 +78,11 @@ class Tokenizer:
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of some ids; ids the vocabulary does not have (a model's may be padded) are skipped."""
+        """The text of ids. Ids that the vocabulary lacks are skipped: a model's vocabulary may be padded."""
         return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for by itself; not always whole characters. Empty for an id without a token."""
+        """The bytes of one token, which need not be whole characters; empty for an id without a token."""
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""
@@ -94,23 +94,23 @@ class Tokenizer:
         return self.decode([token_id], skip_special_tokens=False).encode()
 
     def piece(self, token_id: int) -> bytes:
-        """`token_bytes`, but nothing for a token that `decode` drops."""
+        """`token_bytes`, but empty for a token that `decode` drops."""
         found = self._pieces.get(token_id)
         if found is None:
             found = self._pieces[token_id] = b"" if self.is_silent(token_id) else self.token_bytes(token_id)
         return found
 
     def is_silent(self, token_id: int) -> bool:
-        """Whether `decode` drops the token before it decodes anything."""
+        """Whether `decode` drops the token: special tokens, and ids without a token."""
         return token_id in self._special_ids or self._backend.id_to_token(token_id) is None
 
     def is_byte(self, token_id: int) -> bool:
-        """Whether the token stands for one byte of a run that `decode` reads as a whole."""
+        """Whether the token is a single byte (byte fallback); `decode` reads a run of them as a whole."""
         return token_id in self._byte_ids
 
 
 def _byte_fallback_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
-    """The ids of <0x00>..<0xFF>, if the decoder reads them as bytes: then a lone <0x80> is no character."""
+    """The ids of <0x00> … <0xFF>, if the decoder reads them as bytes: it does if <0x80> alone is no character."""
     probe = backend.token_to_id("<0x80>")
     if probe is None or backend.decode([probe], skip_special_tokens=False) != _HALF:
         return frozenset()
@@ -119,7 +119,7 @@ def _byte_fallback_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """How byte-level tokenizers write bytes: printable Latin-1 as itself, the rest from U+0100 on."""
+    """Bytes by the character that byte-level tokenizers write: printable Latin-1 as itself, others from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -129,20 +129,20 @@ _BYTE_OF = _byte_alphabet()
 
 
 class TextStream:
-    """Decodes one request's tokens as they come. All that `push` and `finish` return, joined, is decode(all ids).
+    """Decodes one request's tokens as they come. The results of `push` and `finish`, joined, are decode(all ids).
 
-    What a token adds depends on the tokens before it: a leading space is dropped at the start of a text only, bytes
-    join into characters. So each piece is decoded behind the piece before it, whose own text is then cut off. A piece
-    ends where the text can no longer change: not within a character, and, where single bytes are tokens of their own
-    (byte fallback), not within a run of them, since one wrong byte spoils the whole run.
+    The text of a token depends on the tokens before it: a leading space is dropped only at the start of a text, and
+    bytes join into characters. So each piece is decoded together with the previous piece, whose text is then cut off. A
+    piece ends where the text can no longer change: not within a character, and not within a run of single-byte tokens
+    (byte fallback), because one wrong byte spoils the whole run.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._window: list[int] = []  # the last finished piece, then the tokens held back
-        self._num_finished = 0  # tokens of the window that belong to the finished piece
-        self._finished_text = ""  # that piece decoded at the head of the window
-        self._next_try = 1  # tokens to hold before decoding again
+        self._window: list[int] = []  # tokens of the last finished piece, then those held back
+        self._num_finished = 0  # tokens of the finished piece
+        self._finished_text = ""  # its text
+        self._next_try = 1  # held tokens at which to decode again
 
     def push(self, token_id: int) -> str:
         """Take one token; return the text that became certain."""
@@ -153,18 +153,18 @@ class TextStream:
             return ""
         new_text = self._held_text()
         if not new_text or new_text.endswith(_HALF):
-            # A character has at most four tokens. Longer stretches are noise: try ever less often, for linear cost.
+            # A character has at most four tokens. More are noise: decode ever less often, so that the cost is linear.
             self._next_try = self.num_held + max(1, self.num_held // 4)
             return ""
         self._start_piece()
         return new_text
 
     def peek(self) -> str:
-        """What `finish` would return now: the text held back, which later tokens may still change."""
+        """The text of the held tokens, which later tokens may still change."""
         return self._held_text() if self.num_held else ""
 
     def finish(self) -> str:
-        """Give up waiting: the rest of the text, unfinished characters as replacement characters."""
+        """The rest of the text; unfinished characters become replacement characters."""
         rest = self.peek()
         self._window, self._num_finished, self._finished_text, self._next_try = [], 0, "", 1
         return rest
@@ -178,7 +178,7 @@ class TextStream:
         return self._tokenizer.decode(self._window)[len(self._finished_text) :]
 
     def _start_piece(self) -> None:
-        """What was held is finished, and becomes the context of what comes next."""
+        """The held tokens become the finished piece."""
         self._window = self._window[self._num_finished :]
         self._num_finished = len(self._window)
         self._finished_text = self._tokenizer.decode(self._window)
@@ -186,9 +186,9 @@ class TextStream:
 
 
 class ByteTextStream(TextStream):
-    """The same for tokenizers whose tokens are bytes by themselves. Much cheaper: nothing is decoded twice.
+    """A TextStream for tokenizers whose tokens are bytes. Much cheaper: nothing is decoded twice.
 
-    Only an unfinished character is held back; bytes that can no longer become one are replaced at once.
+    Only an unfinished character is held back. Bytes that cannot become a character are replaced at once.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -217,15 +217,15 @@ class ByteTextStream(TextStream):
 
 
 def make_text_stream(tokenizer: Tokenizer) -> TextStream:
-    """The cheapest stream that is right for the tokenizer."""
+    """The cheapest stream that is correct for the tokenizer."""
     return ByteTextStream(tokenizer) if tokenizer.is_byte_level else TextStream(tokenizer)
 
 
 class StopChecker:
-    """Watches one request's text for its stop strings.
+    """Looks for stop strings in one request's text.
 
-    A stop string counts when a token after the first `num_ignored` completes it, also if it began among those. Of
-    several completed by one token, the one that begins first decides where the text is cut.
+    A stop string counts if it is completed after the first `num_ignored` tokens, even if it began within them. If one
+    token completes several, the text is cut where the first of them begins.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], num_ignored: int = 0) -> None:
@@ -234,16 +234,16 @@ class StopChecker:
         self._num_ignored = num_ignored
         self._num_tokens = 0
         self._certain = ""  # text that cannot change any more
-        self._num_searched = 0  # characters in which no stop string ends, or only ignored ones
-        self._cut: str | None = None  # the answer, once a stop string was found
+        self._num_searched = 0  # characters in which no stop string that counts ends
+        self._cut: str | None = None  # the text before the stop string, once one was found
 
     @property
     def text(self) -> str:
-        """The output so far, decode(all ids), or what comes before the stop string."""
+        """The output so far, decode(all ids); up to the stop string, once one was found."""
         return self._certain + self._stream.peek() if self._cut is None else self._cut
 
     def push(self, token_id: int) -> bool:
-        """Take one token; whether a stop string is complete. Tokens after that are not looked at."""
+        """Take one token; returns whether a stop string is complete. Later tokens are ignored."""
         if self._cut is not None:
             return True
         self._num_tokens += 1
@@ -256,25 +256,25 @@ class StopChecker:
         return start is not None
 
     def num_held(self) -> int:
-        """How many trailing characters of `text` may still change or be the beginning of a stop string."""
+        """Characters at the end of `text` that may still change or be the beginning of a stop string."""
         if self._cut is not None:
             return 0
-        return len(self.text) - len(self._certain) + _overlap(self._certain, self._stop)
+        return len(self.text) - len(self._certain) + num_held_back(self._certain, self._stop)
 
     def _visible(self) -> str:
-        """The text to search: with the characters that are whole by now, even if a later byte could spoil them."""
+        """The text to search: also held characters that are complete, although a later byte could spoil them."""
         if not 0 < self._stream.num_held <= _MAX_PEEK:
             return self._certain
         return self._certain + self._stream.peek().rstrip(_HALF)
 
     def _first_stop(self, text: str) -> int | None:
-        """Where the first stop string begins that ends behind what was searched before."""
+        """Where the first stop string begins, of those that end after the text searched before."""
         starts = [text.find(stop, max(0, self._num_searched - len(stop) + 1)) for stop in self._stop]
         return min((start for start in starts if start >= 0), default=None)
 
 
-def _overlap(text: str, stop: Sequence[str]) -> int:
-    """The length of the longest end of `text` that is a beginning, not the whole, of a stop string."""
+def num_held_back(text: str, stop: Sequence[str]) -> int:
+    """Characters at the end of `text` that may be the beginning of a stop string; the most that may."""
     longest = min(len(text), max(map(len, stop), default=1) - 1)
     for length in range(longest, 0, -1):
         if any(length < len(s) and s.startswith(text[-length:]) for s in stop):

@@ -11,7 +11,7 @@ import pytest
 from faser.cli import arguments
 from faser.cli import main as cli
 from faser.cli.main import main
-from faser.config import EngineOptions, ServerOptions
+from faser.config import API_KEY_VARIABLE, EngineOptions, ServerOptions
 from faser.request import SamplingParams
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
@@ -233,12 +233,12 @@ def test_a_template_that_does_not_compile_is_refused_before_the_first_message(mo
 def test_a_piped_message_that_does_not_fit_fails_with_the_remedy(model, template, monkeypatch, capsys):
     pipe(monkeypatch, "the quick brown fox " * 30)
     assert main(["chat", *model, *template]) == 1
-    assert "64 is all that fit; send a shorter message" in capsys.readouterr().err
+    assert "at most 64 fit; send a shorter message" in capsys.readouterr().err
 
 
 def test_a_template_without_chat_is_refused(model, template, capsys):
     assert main(["generate", "x", *model, *template]) == 1
-    assert "without --chat" in capsys.readouterr().err
+    assert "only used with --chat" in capsys.readouterr().err
 
 
 # ---- serve ----
@@ -251,7 +251,7 @@ def served(monkeypatch):
     server = SimpleNamespace(serve=lambda options: seen.append(options) or 3)
     monkeypatch.setitem(sys.modules, "faser.server", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "faser.server.run", server)
-    monkeypatch.delenv(arguments.API_KEY_VARIABLE, raising=False)
+    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
     return seen
 
 
@@ -263,7 +263,7 @@ def test_serve_without_options_has_the_defaults_of_the_classes(served):
 def test_serve_takes_every_option_of_server_and_engine(served, monkeypatch, tmp_path):
     template = tmp_path / "t.jinja"
     template.write_text("{{ messages }}")
-    monkeypatch.setenv(arguments.API_KEY_VARIABLE, "from-the-environment")
+    monkeypatch.setenv(API_KEY_VARIABLE, "from-the-environment")
     given = (
         "--model m --draft ngram --policy fixed:2 --max-running 7 --max-step-ms 80 --host 0.0.0.0 --port 0 "
         "--served-model-name name --api-key one --api-key two --open-metrics --max-waiting 9 --max-body-size 0.5 "

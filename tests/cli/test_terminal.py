@@ -137,7 +137,7 @@ def test_an_interrupt_at_the_prompt_says_how_to_leave(llm, monkeypatch):
     assert "Ctrl-D or /quit leaves" in terminal.notes.getvalue()
 
 
-def test_without_a_terminal_an_interrupt_is_the_caller_s(llm, monkeypatch):
+def test_without_a_terminal_an_interrupt_ends_the_chat(llm, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         chat(llm, Terminal(monkeypatch, [KeyboardInterrupt()], is_terminal=False), interactive=False)
     with pytest.raises(KeyboardInterrupt):
@@ -151,7 +151,7 @@ def test_a_conversation_that_outgrows_the_context_is_told_the_remedy_and_goes_on
     long = "the quick brown fox jumps over the lazy dog " * 4
     terminal = Terminal(monkeypatch, ["the", long, "/reset", "fox"])
     asked = chat(llm, terminal, SamplingParams(max_tokens=20, ignore_eos=True))
-    assert "128 is all that fit; /reset begins a new conversation" in terminal.notes.getvalue()
+    assert "at most 128 fit; /reset begins a new conversation" in terminal.notes.getvalue()
     assert asked[2] == [("user", "fox")]
 
 

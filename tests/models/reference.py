@@ -66,7 +66,7 @@ def forward(model: Transformer, token_ids: Tensor) -> Tensor:
 
 
 def random_hf(config: transformers.PreTrainedConfig, seed: int = 0) -> transformers.PreTrainedModel:
-    """A transformers model in which no norm is one and no bias zero: such defaults would hide mistakes."""
+    """A transformers model in which no norm is one and no bias zero: these defaults would hide mistakes."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():

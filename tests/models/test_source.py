@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from faser import LLM, SamplingParams
+from faser.config import DEFAULT_DRAFT
 from faser.errors import ConfigError, ModelError
 from faser.models import draft as patches
 from faser.models import gguf, source
@@ -46,7 +47,7 @@ def adaptive_pair(tmp_path_factory):
         yield llm
 
 
-def test_naming_no_model_serves_the_default_pair_and_its_draft_is_of_use(default_pair):
+def test_no_model_name_means_the_default_pair_and_its_draft_gains(default_pair):
     outputs = default_pair.generate(PROMPTS, SamplingParams(max_tokens=24))
     assert "Paris" in outputs[0].text
     stats = default_pair.stats
@@ -88,9 +89,9 @@ def test_the_default_pair_writes_the_same_under_every_policy(adaptive_pair, righ
 
 def test_both_shipped_drafts_fit_the_default_target_and_stay_within_30_megabytes():
     config = gguf.read_config(source.default_target())
-    files = sorted(source.DEFAULT_DRAFT.parent.glob("*.gguf"))
+    files = sorted(DEFAULT_DRAFT.parent.glob("*.gguf"))
     layers = {len(patches.read_patch(path, config).source_layers) for path in files}
-    assert source.DEFAULT_DRAFT in files
+    assert DEFAULT_DRAFT in files
     assert 16 in layers
     assert sum(path.stat().st_size for path in files) <= 30e6
 
@@ -103,7 +104,7 @@ def test_a_missing_default_model_is_answered_with_the_command_that_installs_it(m
 
 def test_a_draft_patch_is_no_target():
     with pytest.raises(ConfigError, match="draft patch and no model of its own"):
-        LLM(str(source.DEFAULT_DRAFT))
+        LLM(str(DEFAULT_DRAFT))
 
 
 def test_a_draft_patch_of_another_target_is_refused_before_weights_are_read(tmp_path):
@@ -112,7 +113,7 @@ def test_a_draft_patch_of_another_target_is_refused_before_weights_are_read(tmp_
     save_hf(tmp_path, transformers.LlamaConfig(**SIZES))
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="expected a draft for"):
-        LLM(str(tmp_path), draft=str(source.DEFAULT_DRAFT))
+        LLM(str(tmp_path), draft=str(DEFAULT_DRAFT))
 
 
 def test_opening_a_source_loads_no_llama_cpp():

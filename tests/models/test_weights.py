@@ -149,7 +149,7 @@ def test_loading_peaks_below_one_and_a_fifth_times_the_weights(tmp_path: Path) -
 def checkpoint(data: dict[str, Any]) -> dict[str, torch.Tensor]:
     """A checkpoint of ones for the config, in float32."""
     model = Transformer.empty(ModelConfig.from_dict(data), torch.float32, "meta")
-    return {name: torch.ones(slot.shape) for name, slot in weights.tensor_slots(model).items()}
+    return {name: torch.ones(each.shape) for name, each in weights.destinations_of(model).items()}
 
 
 # ---- what is refused ----
@@ -305,60 +305,3 @@ def test_auto_is_float32_on_a_cpu_and_the_checkpoints_dtype_elsewhere(
 def test_an_unknown_dtype_is_refused_with_the_choices() -> None:
     with pytest.raises(ConfigError, match="dtype='int8': expected auto, float32, bfloat16, float16"):
         weights.resolve_dtype("int8", small_config(), "cpu")
-
-
-# ---- pairs ----
-
-TOKENIZER = {
-    "added_tokens": [{"id": 4, "content": "<end>", "special": True}],
-    "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2, "aab": 3}, "merges": ["a b", "a ab"]},
-}
-
-
-def pair(tmp_path: Path, target: object, draft: object, draft_size: int = 96) -> None:
-    folders = tmp_path / "target", tmp_path / "draft"
-    for folder, tokenizer in zip(folders, (target, draft), strict=True):
-        folder.mkdir()
-        if tokenizer is not None:
-            (folder / "tokenizer.json").write_text(tokenizer if isinstance(tokenizer, str) else json.dumps(tokenizer))
-    weights.check_pair(*folders, small_config(), small_config(vocab_size=draft_size))
-
-
-def changed(**model: object) -> dict[str, Any]:
-    return TOKENIZER | {"model": TOKENIZER["model"] | model}
-
-
-def test_the_same_tokenizer_pairs_whatever_the_padding(tmp_path: Path) -> None:
-    pair(tmp_path, TOKENIZER, TOKENIZER, draft_size=128)
-
-
-def test_two_spellings_of_the_same_tokenizer_pair(tmp_path: Path) -> None:
-    vocab = {"<end>": 4, "aab": 3, "ab": 2, "b": 1, "a": 0}
-    pair(tmp_path, TOKENIZER, changed(vocab=vocab, merges=[["a", "b"], ["a", "ab"]]))
-
-
-@pytest.mark.parametrize(
-    ("draft", "message"),
-    [
-        (changed(vocab={"a": 1, "b": 0, "ab": 2, "aab": 3}), "differ in the ids of 2 tokens ('a', 'b')"),
-        (changed(vocab={"a": 0, "b": 1, "ab": 2}), "differ in the ids of 1 tokens ('aab')"),
-        (TOKENIZER | {"added_tokens": [{"id": 5, "content": "<end>"}]}, "differ in the ids of 1 tokens ('<end>')"),
-        (TOKENIZER | {"added_tokens": []}, "differ in the ids of 1 tokens ('<end>')"),
-        (changed(merges=["a ab", "a b"]), "merges"),
-        (changed(vocab=[["a", -1.0], ["b", -2.0]]), "differ in the ids"),
-        ({"model": {}}, "not a tokenizer.json"),
-        ("{", "cannot be read as JSON"),
-        (None, "missing, so the pair cannot be checked"),
-    ],
-)
-def test_a_draft_with_another_tokenizer_is_refused(draft: object, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError) as complaint:
-        pair(tmp_path, TOKENIZER, draft)
-    assert message in str(complaint.value)
-    assert str(tmp_path / "draft") in str(complaint.value)
-
-
-def test_without_tokenizers_the_vocabularies_must_be_equal(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"128 tokens and the target .* 96"):
-        pair(tmp_path, None, None, draft_size=128)
-    weights.check_pair(tmp_path / "target", tmp_path / "draft", small_config(), small_config())

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from faser.request import Finish, FinishReason, SamplingParams, Stats, TokenLogprobs
+from faser.request import Finish, FinishReason, Progress, SamplingParams, Stats, TokenLogprobs
 from faser.server.answers import ChatAnswerer, Choice, ChoiceText, CompletionAnswerer, Piece, count_usage
-from faser.server.messages import Output
 from faser.server.protocol import ApiError
 from faser.text.tokenizer import StopChecker, Tokenizer
 from tests.checkpoint import write_tokenizer
@@ -56,7 +55,7 @@ def test_a_stop_string_is_never_shown_not_even_its_beginning(tokenizer, data):
     choice, shown = ChoiceText(tokenizer, SamplingParams(stop=stop)), ""
     groups = cut(tokens[:number], data)
     for i, group in enumerate(groups):
-        shown += choice.push(group, finish() if i == len(groups) - 1 else None)
+        shown += choice.push(group, finish(text=checker.text) if i == len(groups) - 1 else None)
         assert checker.text.startswith(shown)
     assert shown == checker.text
 
@@ -64,21 +63,21 @@ def test_a_stop_string_is_never_shown_not_even_its_beginning(tokenizer, data):
 def test_the_token_that_ended_a_choice_is_counted_and_not_shown(tokenizer):
     choice = Choice(0, tokenizer, SamplingParams(logprobs=0))
     logprobs = [TokenLogprobs(token, -1.0, ()) for token in (70, 2)]
-    piece = choice.feed([Output("1", [70, 2], logprobs, finish(FinishReason.STOP, stop_id=2))])
+    piece = choice.feed([Progress("1", [70, 2], logprobs, finish(FinishReason.STOP, stop_id=2))])
     assert (piece.text, piece.finish_reason, len(piece.logprobs), choice.num_tokens) == ("d", "stop", 1, 2)
 
 
 def test_a_failed_choice_fails_the_answer_with_its_reason(tokenizer):
     choice = Choice(0, tokenizer, SamplingParams())
     with pytest.raises(ApiError, match="overflow") as failed:
-        choice.feed([Output("1", [], None, finish(FinishReason.FAILED, error="overflow"))])
+        choice.feed([Progress("1", [], None, finish(FinishReason.FAILED, error="overflow"))])
     assert failed.value.status == 500
 
 
 def test_usage_counts_a_prompt_once_and_outputs_each():
     choices = [Choice(i, None, SamplingParams()) for i in range(4)]
     for choice in choices:
-        choice.feed([Output("1", [70] * 7, None, finish())])
+        choice.feed([Progress("1", [70] * 7, None, finish())])
     usage = count_usage([5, 6], choices)
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (11, 28, 39)
     assert usage.prompt_tokens_details.cached_tokens == 4

@@ -241,7 +241,7 @@ def test_a_json_schema_binds_the_output_and_speculation_does_not_show(server, pl
         assert 0 <= value["age"] <= 99
 
 
-def test_a_json_object_is_one_as_far_as_it_goes(client):
+def test_a_json_object_that_is_cut_is_the_beginning_of_one(client):
     answer = chat(client, response_format={"type": "json_object"}, max_tokens=30, temperature=0)
     assert answer.choices[0].message.content.lstrip().startswith("{")
 
@@ -389,7 +389,7 @@ def test_a_bad_chat_is_refused_with_the_name_of_the_field(server, name):
     assert (status, answer["error"]["param"]) == (400, param)
 
 
-def test_fields_that_ask_for_nothing_unusual_pass(server):
+def test_unsupported_fields_pass_with_values_that_change_nothing(server):
     neutral = {"best_of": 1, "user": "somebody", "suffix": None, "response_format": {"type": "text"}, "top_k": -1}
     assert server.complete(prompt="a", max_tokens=1, **neutral)["choices"]
 

@@ -148,7 +148,7 @@ def test_a_narrow_screen_does_not_scroll_sideways(page: Page, server: Any) -> No
     assert page.evaluate("document.documentElement.scrollWidth") <= 380
 
 
-def test_a_silent_server_is_said_to_be_silent_until_it_answers(browser: Browser, server: Any) -> None:
+def test_the_page_says_that_the_server_does_not_answer_until_it_does(browser: Browser, server: Any) -> None:
     page = browser.new_page()  # of its own: the browser logs each failed request as an error
     _open(page, server)
     page.route("**/dashboard/data", lambda route: route.abort())

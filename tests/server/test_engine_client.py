@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from faser.config import ServerOptions
-from faser.request import Finish, FinishReason, SamplingParams, Stats
+from faser.request import Finish, FinishReason, Progress, SamplingParams, Stats
 from faser.server import engine_client
 from faser.server.engine_client import EngineClient, EngineGone, ShuttingDown, State
 from faser.server.figures import Figures
-from faser.server.messages import About, Output, Outputs, Running
+from faser.server.messages import About, Outputs, Running
 from faser.server.protocol import ApiError
 from faser.server.service import Service
 
@@ -43,7 +43,7 @@ def submit(client: EngineClient, number: int):
 
 def end(client: EngineClient, track) -> None:
     finish = Finish(FinishReason.STOP, Stats())
-    client._receive(Outputs([Output(track.id, [3], None, finish)]))
+    client._receive(Outputs([Progress(track.id, [3], None, finish)]))
 
 
 def test_requests_wait_until_the_engine_says_that_they_run():
@@ -77,8 +77,8 @@ def test_open_requests_are_told_whether_the_engine_failed_or_the_server_was_shut
         client.fail_all(kind, "the reason")
         first, second = asyncio.run(errors_of(streams))
         assert first is not second, "each is raised in a task of its own"
-        assert f'"code":"{code}"' in service.gone(first).body.decode()
-        assert "the reason" in service.gone(second).body.decode()
+        assert f'"code":"{code}"' in service.engine_error(first).body.decode()
+        assert "the reason" in service.engine_error(second).body.decode()
 
 
 def test_a_restart_is_expected_to_take_as_long_as_the_last_start(monkeypatch):
@@ -98,7 +98,7 @@ def test_a_restart_is_expected_to_take_as_long_as_the_last_start(monkeypatch):
     client._lose()
     clock[0] += 10
     assert refusal() == ("26", "the engine is restarting; try again in 26 s")
-    assert service.gone(EngineGone("gone")).headers["Retry-After"] == "26"
+    assert service.engine_error(EngineGone("gone")).headers["Retry-After"] == "26"
     clock[0] += 100
     assert refusal()[0] == "2", "it takes longer than the last one"
 

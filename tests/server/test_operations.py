@@ -199,7 +199,7 @@ def test_a_full_queue_answers_503_and_when_to_try_again(paced):
 # ── signals ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_sigterm_lets_the_running_finish_refuses_the_new_and_exits_0(paced):
+def test_after_sigterm_open_requests_finish_new_ones_are_refused_and_the_exit_status_is_0(paced):
     with paced() as server, ThreadPoolExecutor(16) as pool:
         engine_id = server.engine_id
         running_one = pool.submit(server.complete, prompt="a", max_tokens=100)
@@ -217,7 +217,7 @@ def test_sigterm_lets_the_running_finish_refuses_the_new_and_exits_0(paced):
 HEALTH = {"status": "ready", "engine_restarts": 0, "error": None}
 
 
-def test_what_outlives_the_grace_ends_with_an_error_and_the_exit_status_is_still_0(paced):
+def test_requests_open_after_the_grace_period_end_with_an_error_and_the_exit_status_is_0(paced):
     with paced("--grace", "0.2") as server:
         stream = open_stream(server)
         assert server.stop() == 0
@@ -296,7 +296,7 @@ def test_an_engine_killed_while_it_starts_is_one_line_with_a_remedy(paced):
     assert "Traceback" not in server.log
 
 
-def test_a_step_that_fails_takes_its_requests_and_nothing_else(paced):
+def test_a_step_that_fails_fails_its_requests_and_no_others(paced):
     with paced() as server:
         status, answer = server.post("/v1/completions", {"prompt": "%"})
         assert status == 500

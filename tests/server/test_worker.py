@@ -59,10 +59,10 @@ class Link:
                 self.take(message)
 
     def take(self, message: Outputs) -> None:
-        for output in message.outputs:
-            self.tokens.setdefault(output.id, []).extend(output.token_ids)
-            if output.finish is not None:
-                self.ends[output.id] = output.finish
+        for item in message.progress:
+            self.tokens.setdefault(item.request_id, []).extend(item.token_ids)
+            if item.finish is not None:
+                self.ends[item.request_id] = item.finish
         self.snapshot = message.snapshot or self.snapshot
 
     def until(self, condition) -> None:
@@ -98,7 +98,7 @@ def working(executor=None):
     assert not thread.is_alive(), "a worker ends with its socket"
 
 
-def test_requests_come_back_whole_and_the_worker_rests():
+def test_requests_are_answered_and_the_worker_becomes_idle():
     with working() as (link, _):
         link.send(add("a", [1, 2, 3], 10), add("b", [2, 2], 5))
         link.until(lambda: len(link.ends) == 2)
@@ -121,7 +121,7 @@ def test_a_cancelled_request_is_gone_before_the_next_step():
         assert link.tokens["b"] == expected_output([1], SEED, 3)
 
 
-def test_what_can_never_fit_is_refused_and_nothing_else_is_lost():
+def test_a_request_that_can_never_fit_is_refused_and_no_other_is_lost():
     with working() as (link, _):
         link.send(add("a", [1] * 4000, 10), add("b", [1], 3), add("b", [1], 3))
         link.until(lambda: len(link.ends) == 1 and len(link.refused) == 2)
@@ -204,7 +204,7 @@ PARAMS = [
 
 
 @pytest.mark.parametrize("params", PARAMS)
-def test_parameters_survive_the_journey(params):
+def test_parameters_are_the_same_after_packing_and_unpacking(params):
     (message,) = Frames(Add).feed(frame(Add("x", [1], pack_params(params), 2**64 - 1, [])))
     assert unpack_params(message.params) == params
     assert message.seed == 2**64 - 1

@@ -1,4 +1,4 @@
-"""Templates render as transformers renders them, and what they refuse is told to whoever asked."""
+"""Templates render as in transformers, and what they refuse is reported to the caller."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_text_is_attributed_to_the_token_that_completed_it(tokenizer):
     assert chunks[1].pieces == (("ö", False),)
 
 
-def test_what_may_be_a_stop_string_is_kept_until_it_is_none(tokenizer):
+def test_text_that_may_begin_a_stop_string_is_held_back_until_it_cannot(tokenizer):
     checker = StopChecker(tokenizer, ["quiet"])
     steps = [[token] for token in tokenizer.encode("a qui") + tokenizer.encode("ck fox")]
     chunks = run(ChunkStream(tokenizer, checker), checker, steps)

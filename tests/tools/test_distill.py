@@ -111,7 +111,7 @@ def test_prompts_are_led_to_their_end_whatever_is_chosen():
 
 
 def test_more_tokens_than_the_target_has_positions_are_refused():
-    with pytest.raises(ConfigError, match="129 tokens a sequence: the target knows 128 positions"):
+    with pytest.raises(ConfigError, match="129 tokens a sequence: the target has 128 positions"):
         Writer(make_target(), 1, 129)
 
 

@@ -272,7 +272,7 @@ def test_a_written_config_reads_back_whole(rope: Rope, tmp_path: Path) -> None:
     assert (tmp_path / weights.SINGLE_FILE).is_file()
 
 
-def test_a_rope_that_no_config_can_say_is_not_written(tmp_path: Path) -> None:
+def test_a_rope_that_config_json_cannot_hold_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a factor for each frequency"):
         write_folder(small_model(rope=Rope(factors=(1.0, 1.5, 4.0, 8.0))), tmp_path)
 

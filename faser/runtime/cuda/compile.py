@@ -31,7 +31,7 @@ from triton.runtime.jit import JITFunction
 
 from faser.progress import Update
 
-log = logging.getLogger("faser.engine.engine")
+log = logging.getLogger("faser.engine")
 
 ALIGNED = 16  # bytes; a variant is for pointers that are multiples of this, or for any
 

@@ -19,7 +19,7 @@ from faser.runtime.cuda.model import MIXED_BUCKETS, ROW_BUCKETS, CudaModel
 from faser.runtime.cuda.sampling import Slots
 from faser.runtime.device import Parts, Profiling, Speeds
 
-log = logging.getLogger("faser.engine.engine")
+log = logging.getLogger("faser.engine")
 
 
 class CudaDevice:

@@ -19,7 +19,7 @@ import torch
 
 from faser.errors import EngineError
 
-log = logging.getLogger("faser.engine.engine")
+log = logging.getLogger("faser.engine")
 
 SMALLER_PARTS = (32, 64)  # SMs of the smaller part: on Hopper a multiple of 8
 

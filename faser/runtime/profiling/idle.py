@@ -20,7 +20,7 @@ from faser.runtime.profiling.fit import Samples, errors_of
 from faser.runtime.profiling.steps import Measured, Steps
 from faser.step import PageWrites
 
-log = logging.getLogger("faser.engine.engine")
+log = logging.getLogger("faser.engine")
 
 MAX_SECONDS = 0.25  # of one step: slower batches are left out and extrapolated
 NUM_ROUNDS = 2  # runs of each batch; the faster one counts

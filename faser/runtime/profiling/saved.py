@@ -19,11 +19,11 @@ import torch
 from faser.cost.profile import VERSION, Profile
 from faser.errors import ConfigError
 from faser.limits import Limits
-from faser.machine import faser_version, processor_name, write_whole
+from faser.machine import atomic_write, faser_version, processor_name
 from faser.models.transformer import Transformer
 from faser.threads import available_cpus
 
-log = logging.getLogger("faser.engine.engine")
+log = logging.getLogger("faser.engine")
 
 
 def describe(target: Transformer, draft: Transformer | str | None, limits: Limits, page_size: int) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def keep_exits(exits: Calibrated, about: Mapping[str, Any], models: Iterable[Tra
     if not known["scores"]:
         return
     try:
-        write_whole(_exits_path(about, models), json.dumps(known) + "\n")
+        atomic_write(_exits_path(about, models), json.dumps(known) + "\n")
     except (OSError, RuntimeError) as error:
         log.warning("the calibration of early exit cannot be kept: %s", error)
 

@@ -1,4 +1,4 @@
-"""/dashboard: a page and the data it draws: ten minutes by the second, the last minute in shares, and now."""
+"""/dashboard: a page, and its data: the last ten minutes by the second, shares of the last minute, and now."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from faser.server.messages import Snapshot
 PAGE = Path(__file__).parent / "index.html"
 HISTORY_SECONDS = 600
 WINDOW_SECONDS = 60.0  # of percentiles and shares
-LENGTHS_SECONDS = 3.0  # of the lengths shown as those of now
-RATE_STEPS = 3  # rates are taken over as many steps at least, because a step can take longer than a second
-RATE_SECONDS = 120.0  # and over no more than this
+LENGTHS_SECONDS = 3.0  # window of the draft lengths shown as current
+RATE_STEPS = 3  # least steps of a window for rates, because a step can take longer than a second
+RATE_SECONDS = 120.0  # longest window for rates
 
 
-class _Point:
+class _Second:
     """One second of the past."""
 
     __slots__ = ("counted", "monotonic", "num_restarts", "running", "snapshot", "time", "waiting")
 
-    def __init__(self, figures: Figures, engine: EngineClient, before: _Point | None) -> None:
+    def __init__(self, figures: Figures, engine: EngineClient, before: _Second | None) -> None:
         self.time, self.monotonic = time(), monotonic()
-        self.num_restarts = engine.num_restarts  # totals of two engines are not to be subtracted
+        self.num_restarts = engine.num_restarts  # totals of different engines must not be subtracted
         self.running, self.waiting = engine.num_running, engine.num_waiting
         self.snapshot = figures.latest
-        self.counted = self.monotonic  # up to when the snapshot's totals are complete
+        self.counted = self.monotonic  # the snapshot's totals are complete up to this time
         if not self.is_idle and self.snapshot is not None:
             self.counted = max(self.snapshot.time, before.counted if before is not None else 0.0)
 
@@ -46,29 +46,29 @@ class _Point:
 
 
 class Dashboard:
-    """Remembers a point a second; answers with all the page shows."""
+    """Records the figures once a second; answers with all that the page shows."""
 
     def __init__(self, figures: Figures, engine: EngineClient) -> None:
         self._figures = figures
         self._engine = engine
         self._started = monotonic()
-        self._points: deque[_Point] = deque([_Point(figures, engine, None)], maxlen=HISTORY_SECONDS + 1)
+        self._points: deque[_Second] = deque([_Second(figures, engine, None)], maxlen=HISTORY_SECONDS + 1)
 
     def tick(self) -> None:
         """Once a second."""
-        self._points.append(_Point(self._figures, self._engine, self._points[-1]))
+        self._points.append(_Second(self._figures, self._engine, self._points[-1]))
 
     def data(self, state: str) -> dict[str, Any]:
         lengths = self._gained("lengths", self._lengths_seconds())
         verified = self._gained("verified_per_position", WINDOW_SECONDS)
         accepted = self._gained("accepted_per_position", WINDOW_SECONDS)
-        num_positions = sum(count > 0 for count in verified)  # a later position is verified no more often
-        accepted += [0] * (num_positions - len(accepted))  # where nothing was ever accepted it has no count
+        num_positions = sum(count > 0 for count in verified)  # counts never grow with the position
+        accepted += [0] * (num_positions - len(accepted))  # the list ends with the last position ever accepted
         return {
             "server": self._server(state),
             "now": self._now(),
             "history": self._history(),
-            "lengths": lengths if any(lengths) else [],  # shares of nothing are none
+            "lengths": lengths if any(lengths) else [],  # no shares without drafts
             "positions": {"verified": verified[:num_positions], "accepted": accepted[:num_positions]},
             "drafted": {"minute": self._drafted(self._snapshot_before(WINDOW_SECONDS)), "total": self._drafted(None)},
             "exits": describe_exits(self._figures.latest),
@@ -90,7 +90,7 @@ class Dashboard:
     def _now(self) -> dict[str, Any]:
         snapshot, about = self._figures.latest, self._engine.about
         pages = about.num_pages if about is not None else 1
-        first, per_token = (_recent(r) for r in (self._figures.recent_first, self._figures.recent_per_token))
+        first, per_token = (_recent(r) for r in (self._figures.recent_first_token, self._figures.recent_per_token))
         last = _row(list(self._points), len(self._points) - 1)
         now: dict[str, Any] = {
             "running": self._engine.num_running, "waiting": self._engine.num_waiting,
@@ -123,13 +123,13 @@ class Dashboard:
         return history
 
     def _lengths_seconds(self) -> float:
-        """Long enough for several steps."""
+        """A window long enough for several steps."""
         points = list(self._points)
         start = _window_start(points, len(points) - 1)
         return max(LENGTHS_SECONDS, monotonic() - points[start].monotonic)
 
     def _snapshot_before(self, seconds: float) -> Snapshot | None:
-        """Where the engine stood so long ago; None if it has not run for so long, or was started again since."""
+        """The snapshot of `seconds` ago; None if the engine started later."""
         latest, since = self._figures.latest, monotonic() - seconds
         before = next((point for point in reversed(self._points) if point.monotonic <= since), None)
         if before is None or latest is None or before.num_restarts != self._engine.num_restarts:
@@ -137,7 +137,7 @@ class Dashboard:
         return before.snapshot
 
     def _gained(self, name: str, seconds: float) -> list[int]:
-        """What a list of totals has gained in the last seconds."""
+        """The increase of a list of totals in the last `seconds`."""
         before, latest = self._snapshot_before(seconds), self._figures.latest
         return _difference(getattr(before, name, []), getattr(latest, name, []))
 
@@ -156,7 +156,7 @@ class Dashboard:
 
 
 def describe(snapshot: Snapshot | None, running: int, now: float, policy: str) -> str:
-    """What speculation does, in words. The last step may have had requests that ended since: `running` is of now."""
+    """What speculation does now, in words. `running`: requests in the batch now; the last step may have had others."""
     if snapshot is None:
         return "nothing has run yet"
     decoding, drafting = snapshot.last_decoding, snapshot.last_drafting
@@ -174,7 +174,7 @@ def describe(snapshot: Snapshot | None, running: int, now: float, policy: str) -
 
 
 def describe_exits(snapshot: Snapshot | None) -> str:
-    """What early exit has done so far, in words; nothing where there is none."""
+    """What early exit has done so far, in words; empty without early exit."""
     exits = snapshot.exits if snapshot is not None else None
     if exits is None:
         return ""
@@ -199,8 +199,8 @@ def _age(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
-def _row(points: Sequence[_Point], index: int) -> dict[str, Any]:
-    """A point of the charts. Rates are those of a window that ends with the last step before the point."""
+def _row(points: Sequence[_Second], index: int) -> dict[str, Any]:
+    """One second of the charts. Rates are of a window that ends with the last step before it."""
     before, after = points[_window_start(points, index)], points[index]
     row: dict[str, Any] = {
         "time": after.time,
@@ -233,12 +233,12 @@ def _row(points: Sequence[_Point], index: int) -> dict[str, Any]:
 
 
 def _gain(name: str, was: Snapshot | None, now: Snapshot) -> Any:
-    """What a total has gained. An engine that has not spoken yet has totals of zero."""
+    """The increase of a total. Totals are 0 before an engine's first snapshot."""
     return getattr(now, name) - (getattr(was, name) if was is not None else 0)
 
 
-def _window_start(points: Sequence[_Point], index: int) -> int:
-    """The latest earlier point from which there were several steps up to this one, or at which nothing was open."""
+def _window_start(points: Sequence[_Second], index: int) -> int:
+    """The latest earlier second that is RATE_STEPS steps back, or in which no request was open."""
     after = points[index]
     for start in range(index - 1, -1, -1):
         before = points[start]

@@ -101,7 +101,7 @@ def test_more_pages_than_memory_are_refused_with_advice(models):
 
 @pytest.mark.gpu
 def test_start_up_says_how_memory_is_divided(models, caplog):
-    with caplog.at_level(logging.INFO, "faser.engine.engine"):
+    with caplog.at_level(logging.INFO, "faser.engine"):
         engine = build_engine(*models, EngineOptions(kv_memory=2**28, device="cuda", max_running=4))
     (line,) = [record.getMessage() for record in caplog.records if "GPU memory" in record.getMessage()]
     pool = engine.scheduler.target_pages

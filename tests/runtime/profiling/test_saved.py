@@ -37,7 +37,7 @@ def test_requests_get_the_same_tokens_after_profiling(pair, kind, cache):
 
 def test_a_policy_that_asks_for_costs_gets_a_profile_that_is_kept(pair, cache, monkeypatch, caplog):
     measured = stub(monkeypatch)
-    with caplog.at_level(logging.INFO, "faser.engine.engine"):
+    with caplog.at_level(logging.INFO, "faser.engine"):
         engine = make_full(*pair, Costly())
         assert engine.cost is engine.scheduler.cost
         assert "profiled in" in caplog.text

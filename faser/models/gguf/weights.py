@@ -1,0 +1,118 @@
+"""From the tensors of a GGUF file to a model: the names llama.cpp gives them, and the order of their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from faser.errors import ModelError
+from faser.models import weights
+from faser.models.config import ModelConfig
+from faser.models.gguf.blocks import StoredTensor, read_rows
+from faser.models.gguf.config import check_shape, refuse_unsupported
+from faser.models.gguf.reader import GgufFile, open_file
+from faser.models.transformer import Transformer
+from faser.progress import Update
+
+_PIECE = 1 << 18  # numbers dequantised at a time: with the temporaries they fit the processor's cache
+
+# Parts of tensor names: in a Hugging Face checkpoint, and in a GGUF file.
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.layers": "blk",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_": "attn_q_",
+    "self_attn.k_": "attn_k_",
+    "self_attn.v_": "attn_v_",
+    "self_attn.o_": "attn_output_",
+    "mlp.gate_": "ffn_gate_",
+    "mlp.up_": "ffn_up_",
+    "mlp.down_": "ffn_down_",
+    "_proj": "",
+}
+# Tensors that are not loaded: those of older converters, and the divisors that the config holds.
+_HARMLESS = ("rope_freqs.weight", ".attn_rot_embd", ".rotary_emb.inv_freq")
+
+
+def load(
+    path: str | Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    progress: Update | None = None,
+    max_positions: int | None = None,
+) -> Transformer:
+    """Dequantise the weights piece by piece into a new model; peak memory is about that of the model."""
+    header = open_file(path)
+    refuse_unsupported(header)
+    without_memory = Transformer.empty(config, dtype, "meta", max_positions=1)
+    _check_tensors(header, _destinations_of(without_memory))
+    model = Transformer.empty(config, dtype, device, max_positions)
+    destinations = _destinations_of(model)
+    done, total = 0, sum(header.tensors[name].num_bytes for name in destinations)
+    with header.path.open("rb") as file:
+        for name in sorted(destinations, key=lambda name: header.tensors[name].start):
+            head_dim = config.head_dim if _is_interleaved(header, name) else None
+            for num_bytes in _copy(file, header.path, header.tensors[name], destinations[name].tensor, head_dim):
+                done += num_bytes
+                if progress is not None:
+                    progress(done, total)
+    return model
+
+
+def _destinations_of(model: Transformer) -> dict[str, weights.Destination]:
+    """Every tensor that the file must hold, by name."""
+    return {_gguf_name(name): destination for name, destination in weights.destinations_of(model).items()}
+
+
+def _gguf_name(name: str) -> str:
+    for theirs, ours in _NAMES.items():
+        name = name.replace(theirs, ours)
+    return name
+
+
+def _check_tensors(header: GgufFile, destinations: Mapping[str, weights.Destination]) -> None:
+    missing = destinations.keys() - header.tensors.keys()
+    if missing:
+        raise ModelError(f"{header.path}: the file lacks {weights.list_names(missing)}; its metadata ask for them")
+    unexpected = {name for name in header.tensors.keys() - destinations.keys() if not name.endswith(_HARMLESS)}
+    if unexpected:
+        raise ModelError(
+            f"{header.path}: the file has {weights.list_names(unexpected)}, which its metadata do not call for"
+        )
+    for name, destination in destinations.items():
+        check_shape(header.path, header.tensors[name], destination.shape)
+
+
+def _is_interleaved(header: GgufFile, name: str) -> bool:
+    """Whether the rows of each head alternate between its two halves: llama.cpp's order for Llama."""
+    return header.architecture == "llama" and (".attn_q." in name or ".attn_k." in name)
+
+
+def _copy(
+    file: BinaryIO, path: Path, tensor: StoredTensor, destination: Tensor, interleaved_head_dim: int | None
+) -> Iterator[int]:
+    """Copy one tensor in pieces of whole heads; yields the bytes of each."""
+    unit = interleaved_head_dim or 1
+    num_rows = tensor.shape[0]
+    is_vector = len(tensor.shape) == 1
+    rows_per_piece = num_rows if is_vector else max(1, _PIECE // tensor.shape[1] // unit) * unit
+    for start in range(0, num_rows, rows_per_piece):
+        stop = min(start + rows_per_piece, num_rows)
+        values = read_rows(file, path, tensor, start, stop)
+        if interleaved_head_dim is not None:
+            values = _deinterleave(values, interleaved_head_dim)
+        (destination if is_vector else destination[start:stop]).copy_(values)  # one norm fills the rows of all heads
+        yield tensor.num_bytes if is_vector else (stop - start) * tensor.row_bytes
+
+
+def _deinterleave(values: Tensor, head_dim: int) -> Tensor:
+    """Reorder the rows of each head from x0 y0 x1 y1 … to x0 x1 … y0 y1 …, the order of Hugging Face and FASER."""
+    return values.view(-1, head_dim // 2, 2, *values.shape[1:]).transpose(1, 2).reshape(values.shape)

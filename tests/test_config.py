@@ -1,0 +1,36 @@
+"""What the draft option means, decided in one place."""
+
+from __future__ import annotations
+
+import pytest
+
+from faser.config import DEFAULT_DRAFT, draft_name, model_name, resolve_draft
+
+
+@pytest.mark.parametrize(
+    ("model", "draft", "resolved", "name"),
+    [
+        (None, None, str(DEFAULT_DRAFT), "smollm2-135m-6"),
+        (None, "none", None, None),
+        (None, "ngram", "ngram", "ngram"),
+        ("org/model", None, None, None),
+        ("org/model", "none", None, None),
+        ("org/model", "org/small", "org/small", "small"),
+        ("org/model", "a/draft.gguf", "a/draft.gguf", "draft"),
+        ("org/model", "./none", "./none", "none"),
+    ],
+)
+def test_a_draft_that_is_not_given_belongs_to_the_default_model_alone(model, draft, resolved, name):
+    assert resolve_draft(model, draft) == resolved
+    assert draft_name(model, draft) == name
+
+
+def test_a_model_in_memory_has_no_draft_unless_one_is_given():
+    model, draft = object(), object()
+    assert resolve_draft(model, None) is None
+    assert resolve_draft(model, draft) is draft
+
+
+@pytest.mark.parametrize(("model", "name"), [("org/model", "model"), ("a/b.gguf", "b"), ("/", "/")])
+def test_a_model_is_called_by_the_last_part_of_its_name(model, name):
+    assert model_name(model) == name

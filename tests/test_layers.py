@@ -1,0 +1,104 @@
+"""No module imports upwards: a layer knows the layers below it and nothing of those above."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# From low to high. Modules of one layer may import each other.
+LAYERS = (
+    ("errors", "arrays", "extras", "machine", "progress", "threads"),
+    ("request", "limits", "rules"),
+    ("step",),
+    ("cost",),
+    ("policy",),
+    ("engine",),
+    ("text", "models"),
+    ("runtime",),
+    ("config", "build", "llm"),
+    ("traffic",),
+    ("sim",),
+    ("bench",),
+    ("server",),
+    ("cli",),
+)
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+# Upward imports that are still there: (importing file, imported module). Remove a pair with its import.
+KNOWN: set[tuple[str, str]] = {
+    ("faser/bench/command.py", "faser.cli"),
+    ("faser/engine/engine.py", "faser.text.tokenizer"),
+    ("faser/engine/scheduler.py", "faser.text.tokenizer"),
+    ("faser/sim/clock.py", "faser.bench.play"),
+    ("faser/sim/cluster.py", "faser.bench.play"),
+    ("faser/sim/cluster.py", "faser.bench.records"),
+    ("faser/sim/command.py", "faser.bench.command"),
+    ("faser/sim/command.py", "faser.bench.workload"),
+    ("faser/sim/fluid.py", "faser.bench.play"),
+    ("faser/sim/fluid.py", "faser.bench.records"),
+    ("faser/sim/oracle.py", "faser.bench.document"),
+    ("faser/sim/pace.py", "faser.bench.play"),
+    ("faser/sim/pace.py", "faser.bench.records"),
+    ("faser/sim/systems.py", "faser.bench.document"),
+    ("faser/sim/systems.py", "faser.bench.play"),
+    ("faser/sim/systems.py", "faser.bench.records"),
+    ("faser/sim/systems.py", "faser.bench.systems"),
+    ("faser/sim/systems.py", "faser.bench.table"),
+    ("faser/step.py", "faser.policy.early_exit"),
+    ("faser/step.py", "faser.policy.stopping"),
+}
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Modules of faser that the file imports, for type checking alone or inside a function too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("faser."))
+        elif isinstance(node, ast.ImportFrom) and node.module == "faser":
+            yield from (f"faser.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("faser."):
+            yield node.module
+
+
+def upward_imports() -> set[tuple[str, str]]:
+    found = set()
+    for path in (ROOT / "faser").rglob("*.py"):
+        file = path.relative_to(ROOT).as_posix()
+        layer = path.relative_to(ROOT / "faser").parts[0].removesuffix(".py")
+        if layer != "__init__":  # the public names, loaded when they are first used
+            found |= {(file, module) for module in imported_modules(path) if RANK[module.split(".")[1]] > RANK[layer]}
+    return found
+
+
+@pytest.fixture(scope="module")
+def upward() -> set[tuple[str, str]]:
+    return upward_imports()
+
+
+def test_every_module_has_a_layer():
+    packages = {path.parent.name for path in (ROOT / "faser").glob("*/__init__.py")}
+    modules = {path.stem for path in (ROOT / "faser").glob("*.py")} - {"__init__"}
+    assert packages | modules <= set(RANK)
+
+
+def test_no_module_imports_upwards(upward):
+    assert upward - KNOWN == set()
+
+
+def test_the_list_of_known_upward_imports_holds_no_pair_that_is_gone(upward):
+    assert KNOWN - upward == set()
+
+
+def test_imports_for_type_checking_and_inside_functions_count(tmp_path):
+    file = tmp_path / "module.py"
+    file.write_text(
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from faser.llm import LLM\n"
+        "def late():\n    import faser.cli.main\n    from faser import sim\n"
+    )
+    assert set(imported_modules(file)) == {"faser.llm", "faser.cli.main", "faser.sim"}
