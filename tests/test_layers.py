@@ -34,23 +34,6 @@ KNOWN: set[tuple[str, str]] = {
     ("faser/bench/command.py", "faser.cli"),
     ("faser/engine/engine.py", "faser.text.tokenizer"),
     ("faser/engine/scheduler.py", "faser.text.tokenizer"),
-    ("faser/sim/clock.py", "faser.bench.play"),
-    ("faser/sim/cluster.py", "faser.bench.play"),
-    ("faser/sim/cluster.py", "faser.bench.records"),
-    ("faser/sim/command.py", "faser.bench.command"),
-    ("faser/sim/command.py", "faser.bench.workload"),
-    ("faser/sim/fluid.py", "faser.bench.play"),
-    ("faser/sim/fluid.py", "faser.bench.records"),
-    ("faser/sim/oracle.py", "faser.bench.document"),
-    ("faser/sim/pace.py", "faser.bench.play"),
-    ("faser/sim/pace.py", "faser.bench.records"),
-    ("faser/sim/systems.py", "faser.bench.document"),
-    ("faser/sim/systems.py", "faser.bench.play"),
-    ("faser/sim/systems.py", "faser.bench.records"),
-    ("faser/sim/systems.py", "faser.bench.systems"),
-    ("faser/sim/systems.py", "faser.bench.table"),
-    ("faser/step.py", "faser.policy.early_exit"),
-    ("faser/step.py", "faser.policy.stopping"),
 }
 
 

@@ -17,7 +17,7 @@ from faser.runtime.device import Profiling
 from faser.runtime.profiling.batches import Subject
 from faser.runtime.profiling.profiler import measure
 from faser.step import StepPlan, StepResult
-from tests.bench.simulated import Time
+from tests.traffic.simulated import Time
 
 MS, NS = 1e-3, 1e-9
 LOOK = 0.03 * MS  # at a draft, between two of its tokens
