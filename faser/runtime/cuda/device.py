@@ -11,12 +11,13 @@ from faser.engine import prompt_pace
 from faser.errors import ConfigError
 from faser.models.transformer import Transformer
 from faser.progress import progress_bar
-from faser.runtime.cpu.drafter import NgramDrafter
+from faser.runtime.cuda.drafter import CudaDrafter, CudaModelDrafter, CudaNgramDrafter
 from faser.runtime.cuda.executor import CudaExecutor
 from faser.runtime.cuda.lanes import Lanes
 from faser.runtime.cuda.memory import Ledger, explained_shortage, fitting_pages
-from faser.runtime.cuda.model import MIXED_BUCKETS, ROW_BUCKETS, CudaModel
+from faser.runtime.cuda.model import CudaModel
 from faser.runtime.cuda.sampling import Slots
+from faser.runtime.cuda.shapes import MIXED_BUCKETS, ROW_BUCKETS
 from faser.runtime.device import Parts, Profiling, Speeds
 
 log = logging.getLogger("faser.engine.engine")
@@ -72,20 +73,24 @@ class CudaDevice:
 
         target = on_device(parts.target, False)
         draft = on_device(parts.draft, True) if parts.draft is not None else None
+        drafter: CudaDrafter | None = None
+        if draft is not None:
+            drafter = CudaModelDrafter(draft)
+        elif parts.uses_ngrams:
+            drafter = CudaNgramDrafter(slots, parts.history.numpy())
         acceptance = None
         if parts.acceptance is not None:
             acceptance = torch.full((max(1, parts.max_length),), parts.acceptance, device=device)
         executor = CudaExecutor(
             target,
-            draft,
+            drafter,
             slots,
             parts.sampler,
             parts.history.numpy(),
-            ngrams=NgramDrafter(parts.history) if parts.uses_ngrams else None,
             max_length=parts.max_length,
             acceptance=acceptance,
             runs_ahead=self.runs_ahead,
-            lanes=lanes,
+            lanes=lanes if draft is not None else None,
         )
         if ledger is not None:
             ledger.buffers_are_made()
@@ -99,7 +104,7 @@ class CudaDevice:
         if draft is not None:
             draft.allocate_pages(num_pages)
         with progress_bar("compiling kernels and capturing graphs") as update:
-            executor.prepare(parts.usual_length, update, parts.exit_layers)
+            executor.prepare(parts.usual_length, update)
         if ledger is not None:
             log.info("%s", ledger.graphs_are_made(num_pages * page_bytes, num_pages * parts.page_size))
         return executor, num_pages

@@ -130,7 +130,7 @@ def test_more_prompt_rows_than_graphs_have_run_kernel_by_kernel(target, device, 
     expected = reference(target, requests)
     engine = make_engine(device, target, make_draft(target), Fixed(2))
     mixed: list[bool] = []
-    for model in (engine.executor._target, engine.executor._draft):
+    for model in (engine.executor.target, *engine.executor.drafter.models):
         launch = model.launch_mixed
         monkeypatch.setattr(
             model, "launch_mixed", lambda *given, launch=launch: (mixed.append(launch(*given)), mixed[-1])[1]
@@ -165,7 +165,7 @@ def test_planning_ahead_of_results_gets_the_same_tokens(target, device, policy, 
     engine = make_engine(device, target, draft, lengths, ahead=True)
     submitted: list[int] = []
     submit = engine.executor.submit
-    engine.executor.submit = lambda plan: (submit(plan), submitted.append(len(engine.executor._flights)))
+    engine.executor.submit = lambda plan: (submit(plan), submitted.append(len(engine.executor._steps)))
     outcome = serve(engine, requests, {r.id: i for i, r in enumerate(requests)})
     assert outcome.tokens == reference(target, requests).tokens
     assert max(submitted) == 2, "nothing was planned ahead"
@@ -184,7 +184,7 @@ def test_a_grammar_on_the_host_goes_with_filters_and_logprobs_on_the_device(devi
     pytest.importorskip("llguidance")
     config = replace(CONFIGS["llama3"], head_dim=16, num_layers=1, vocab_size=320, eos_token_ids=(1, 2))
     target = Transformer.random(config, 0, std=0.3)
-    monkeypatch.setattr("faser.runtime.cuda.executor.FILTERED_LOGITS", 3 * 320)
+    monkeypatch.setattr("faser.runtime.cuda.resampling.FILTERED_LOGITS", 3 * 320)
     filters = {"temperature": 1.2, "top_k": 40, "top_p": 0.95, "min_p": 0.01}
     ways = {
         "a grammar": {"grammar": Grammar("regex", "[0-9]{2,6}"), "logprobs": 2, **filters},
@@ -295,27 +295,28 @@ def test_what_a_few_requests_replay_was_captured_ahead_whichever_way_they_overla
     draft = target if is_right else make_draft(target, noise=0.05)
     engine = make_engine("cuda", target, draft, Fixed(3), ahead=True, overlap="on")
     executor = engine.executor
-    splits = (0, *executor._lanes.splits)
+    splits = (0, *executor.overlap.lanes.splits)
     executor.prepare_overlap(set(splits))
     engine.scheduler.overlap = AnyWay(splits)
-    before = [set(model._graphs) for model in (executor._target, executor._draft)]
+    models = (executor.target, *executor.drafter.models)
+    before = [set(model._graphs) for model in models]
     assert serve(engine, requests).tokens == reference(target, requests).tokens
     assert engine.stats.hits > 0
-    late = [set(model._graphs) - had for model, had in zip((executor._target, executor._draft), before, strict=True)]
+    late = [set(model._graphs) - had for model, had in zip(models, before, strict=True)]
     assert late == [set(), set()]
 
 
 def test_a_verification_of_nothing_but_rides_is_captured_for_each_part(device, monkeypatch):
-    from faser.runtime.cuda.model import verification
+    from faser.runtime.cuda.shapes import verification
 
     target = Transformer.random(replace(CONFIGS["llama3"], head_dim=16), 0, std=0.3)  # a GPU's products need 16
     executor = make_engine(device, target, target, Fixed(3), ahead=True, overlap="on").executor
     captured = []
-    monkeypatch.setattr(executor._lanes, "num_sms", 132)
-    monkeypatch.setattr(type(executor._target), "capture", lambda model, shape: captured.append((model, shape)))
+    monkeypatch.setattr(executor.overlap.lanes, "num_sms", 132)
+    monkeypatch.setattr(type(executor.target), "capture", lambda model, shape: captured.append((model, shape)))
     executor.prepare_overlap({32})
     for size in (1, 2, 4):
-        assert (executor._target, replace(verification(size, 1), num_sms=100)) in captured
+        assert (executor.target, replace(verification(size, 1), num_sms=100)) in captured
 
 
 @pytest.mark.gpu
@@ -326,9 +327,9 @@ def test_lanes_wait_for_one_another_however_long_each_takes(seed):
     requests = make_requests(target.config)
     expected = reference(target, requests)
     engine = make_engine("cuda", target, make_draft(target), RandomLengths(seed=seed), ahead=True, overlap="on")
-    engine.scheduler.overlap = SometimesOverlap(seed, (0, *engine.executor._lanes.splits))
+    engine.scheduler.overlap = SometimesOverlap(seed, (0, *engine.executor.overlap.lanes.splits))
     random = np.random.default_rng(seed)
-    for model in (engine.executor._target, engine.executor._draft):
+    for model in (engine.executor.target, *engine.executor.drafter.models):
         model.launch = late(model.launch, random)
     assert serve(engine, requests, {r.id: i for i, r in enumerate(requests)}).tokens == expected.tokens
     assert engine.stats.hits > 0

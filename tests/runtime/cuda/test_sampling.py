@@ -17,21 +17,12 @@ tl = triton.language
 from faser.arrays import IntArray  # noqa: E402
 from faser.request import SamplingParams  # noqa: E402
 from faser.runtime.cpu.verifier import _leading_matches  # noqa: E402
+from faser.runtime.cuda import noise as kernels  # noqa: E402
 from faser.runtime.cuda import sampling  # noqa: E402
+from faser.runtime.cuda.noise import mixed_seed  # noqa: E402
 from faser.runtime.cuda.rows import Requests  # noqa: E402
-from faser.runtime.cuda.sampling import (  # noqa: E402
-    BROKEN,
-    FIRST_TOKEN,
-    HIT,
-    NUM_ACCEPTED,
-    TILE,
-    Choices,
-    Slots,
-    inverse_temperature,
-    judge,
-    mixed_seed,
-    sample,
-)
+from faser.runtime.cuda.sampling import TILE, Choices, Slots, inverse_temperature, sample  # noqa: E402
+from faser.runtime.cuda.verdict import BROKEN, FIRST_TOKEN, HIT, NUM_ACCEPTED, judge  # noqa: E402
 from faser.runtime.sampling import Sampler, gumbel, noise_keys  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # numpy's word where a kernel means infinity
@@ -114,12 +105,12 @@ def make_case(device: str, dtype: torch.dtype, num_rows: int, num_columns: int, 
 @triton.jit
 def _noise_kernel(seeds, positions, tokens, words, noise, num_tokens, block: tl.constexpr):
     row = tl.program_id(0)
-    key0, key1 = sampling._noise_keys(tl.load(seeds + row), tl.load(positions + row))
+    key0, key1 = kernels.noise_keys(tl.load(seeds + row), tl.load(positions + row))
     column = tl.program_id(1) * block + tl.arange(0, block)
-    word = sampling._noise_word(tl.load(tokens + column, mask=column < num_tokens, other=0), key0, key1)
+    word = kernels.noise_word(tl.load(tokens + column, mask=column < num_tokens, other=0), key0, key1)
     place = row * num_tokens + column
     tl.store(words + place, word.to(tl.int32, bitcast=True), mask=column < num_tokens)
-    tl.store(noise + place, -tl.log(sampling._exponential(word)), mask=column < num_tokens)
+    tl.store(noise + place, -tl.log(kernels.exponential(word)), mask=column < num_tokens)
 
 
 def device_noise(device: str, seeds: list[int], positions: IntArray, tokens: IntArray):
