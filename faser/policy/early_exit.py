@@ -26,6 +26,8 @@ from numpy.typing import NDArray
 from faser.arrays import FloatArray, IntArray
 from faser.cost.profile import ProfiledCost, Work, work_of
 from faser.errors import ConfigError
+from faser.policy.base import MOST_LENGTH
+from faser.policy.estimates import step_seconds
 from faser.step import ExitReadings, StepPlan, StepResult
 
 MODES = ("auto", "on", "off")
@@ -39,6 +41,9 @@ RECENT = 64  # trials that say what it would have done
 LEAST_JUDGED = 256  # of them, before there is a rule
 TRIALS = 128  # one in so many steps that draft, once there is a rule
 AT_FIRST = 16  # times as many before
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # requests, for which `can_pay` asks
+LIKELY_RATES = (0.5, 0.7, 0.8, 0.9, 0.95)  # acceptance rates
+CONTEXT = 512  # tokens of each request
 RIDGE = 1e-2
 NEWTON_STEPS = 8
 
@@ -278,6 +283,29 @@ class EarlyExit:
             return profile.prompts.sizes
         beyond = tuple(size for size in profile.prompts.sizes if size > profile.verify.most_rows)
         return profile.verify.sizes + beyond if profile.verify.sizes else ()
+
+
+def can_pay(cost: ProfiledCost, layer: int, num_layers: int, max_requests: int, length: int | None = None) -> bool:
+    """Whether `auto` could ever exit behind a layer: for some batch size and acceptance rate, if it knew everything.
+
+    Drafts have `length` tokens; None: the length with the most tokens per second.
+    """
+    exits = EarlyExit("auto", num_layers, cost)
+    for size in (each for each in BATCH_SIZES if each <= max_requests):
+        context = np.full(size, CONTEXT)
+        for rate in LIKELY_RATES:
+            tokens = np.cumsum(rate ** np.arange(MOST_LENGTH + 1))  # by length, of one request, bonus included
+            drafted = length
+            if drafted is None:
+                lengths = range(MOST_LENGTH + 1)
+                drafted = max(lengths, key=lambda n: tokens[n] / step_seconds(cost, np.full(size, n), context))
+            if not drafted:
+                continue
+            refused_share = 1 - rate * (1 - rate**drafted) / (1 - rate) / drafted
+            work = Work(size * (drafted + 1), 0, size * CONTEXT, size, 0, size * CONTEXT)
+            if exits._saving(work, size * drafted, layer, refused_share) > 0:
+                return True
+    return False
 
 
 def candidates_of(vocab_size: int) -> tuple[int, ...]:

@@ -32,7 +32,6 @@ class Parts:
     sampler: Sampler  # reads it
     num_pages: int | None  # of each model, as the user asked, or
     kv_memory: int | None  # bytes for both; neither: the device's choice
-    exit_layers: tuple[int, ...]  # of the target, after which drafts may be dropped: likewise to be prepared for
     acceptance: float | None  # accept drafts with this probability, whatever they say: for measuring
 
     @property

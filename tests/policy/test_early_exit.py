@@ -16,6 +16,7 @@ from faser.policy.early_exit import (
     Exiting,
     ExitPoint,
     ExitRule,
+    can_pay,
     features_of,
     kept_by,
     make_point,
@@ -113,6 +114,16 @@ def test_nothing_is_tried_where_even_perfect_knowledge_would_not_pay():
     assert EarlyExit("auto", LAYERS, cost_with(1e-5, flat)).rule_for(plan_of(8, 3)) is None
     assert EarlyExit("auto", LAYERS, ProfiledCost(H200)).rule_for(plan_of(32, 3)) is None, "no price of a look"
     assert EarlyExit("on", LAYERS).rule_for(plan_of(8, 0)) is None, "nothing is drafted"
+
+
+def test_an_exit_can_pay_where_auto_would_choose_it_for_some_batch():
+    cheap, dear = cost_with(1e-5), cost_with(1.0)
+    assert can_pay(cheap, 16, LAYERS, max_requests=256)
+    assert not can_pay(dear, 16, LAYERS, max_requests=256)
+    assert can_pay(dear, 0, LAYERS, max_requests=256), "before the first layer nothing is checked in the target"
+    assert not can_pay(cheap, 16, LAYERS, max_requests=256, length=1), "verifying one draft less saves nothing"
+    flat = replace(H200, verify=Curve((512,), (4e-3,), (0.0,), 512), prompts=Curve((512,), (4e-3,), (0.0,)))
+    assert not can_pay(cost_with(0.0, flat), 16, LAYERS, max_requests=256), "all numbers of rows cost the same"
 
 
 def test_auto_goes_from_trials_to_a_rule_if_the_rule_saves_more_than_it_costs():
