@@ -24,6 +24,7 @@ from faser.models.transformer import Layer, Transformer
 from faser.runtime.cuda import attention, linear
 from faser.runtime.cuda.attention import AttentionConfig, Tiles, Workspace
 from faser.runtime.cuda.lanes import Lanes
+from faser.runtime.cuda.linear_plans import NUM_SMS
 from faser.runtime.cuda.rows import NUM_COLUMNS, DeviceRows, Requests, expand, next_draft_rows, settle
 from faser.runtime.cuda.sampling import Choices, Slots, sample
 from faser.runtime.cuda.shapes import MIXED_BUCKETS, ROW_BUCKETS, Shape, least
@@ -307,7 +308,7 @@ class CudaModel:
         config = self.model.config
         return attention.choose(
             num_requests, rows_per_request, self._max_context, config.num_heads, config.num_kv_heads, config.head_dim,
-            self.model.dtype, num_sms or linear.NUM_SMS, step_rows,
+            self.model.dtype, num_sms or NUM_SMS, step_rows,
         )  # fmt: skip
 
     def _attending(self, shape: Shape, config: AttentionConfig, tiles: Tiles) -> Attending:
