@@ -13,6 +13,7 @@ from faser.engine.engine import Executor
 from faser.engine.prompt_pace import Pacing
 from faser.engine.scheduler import Limits
 from faser.errors import ConfigError
+from faser.models.config import ModelConfig
 from faser.models.transformer import Transformer
 from faser.runtime.sampling import Sampler
 
@@ -111,6 +112,10 @@ class Device(Protocol):
     @property
     def memory(self) -> int:
         """Bytes of the whole device."""
+        ...
+
+    def require_heads(self, role: str, config: ModelConfig) -> None:
+        """Raise ConfigError if the device's attention cannot compute the heads of a model (`role`: target or draft)."""
         ...
 
     def default_kv_memory(self) -> int | None:

@@ -9,6 +9,7 @@ import torch
 
 from faser.engine import prompt_pace
 from faser.errors import ConfigError
+from faser.models.config import ModelConfig
 from faser.models.transformer import Transformer
 from faser.progress import progress_bar
 from faser.runtime.cuda.drafter import CudaDrafter, CudaModelDrafter, CudaNgramDrafter
@@ -19,6 +20,8 @@ from faser.runtime.cuda.model import CudaModel
 from faser.runtime.cuda.sampling import Slots
 from faser.runtime.cuda.shapes import MIXED_BUCKETS, ROW_BUCKETS
 from faser.runtime.device import Parts, Profiling, Speeds
+
+MIN_HEAD_DIM = 16  # the narrowest operand of a tensor core
 
 log = logging.getLogger("faser.engine.engine")
 
@@ -43,6 +46,14 @@ class CudaDevice:
     def memory(self) -> int:
         return int(torch.cuda.mem_get_info()[1])
 
+    def require_heads(self, role: str, config: ModelConfig) -> None:
+        size = config.head_dim
+        if size < MIN_HEAD_DIM or size & (size - 1):
+            raise ConfigError(
+                f"the {role} has head_dim={size}: a GPU's attention takes powers of two from {MIN_HEAD_DIM} on; "
+                "use another model or --device cpu"
+            )
+
     def default_kv_memory(self) -> None:
         return None
 
@@ -52,6 +63,8 @@ class CudaDevice:
 
     def _make_executor(self, parts: Parts) -> tuple[CudaExecutor, int]:
         limits, device = parts.limits, parts.target.device
+        for role, model in zip(("target", "draft"), parts.models, strict=False):
+            self.require_heads(role, model.config)
         if limits.max_running > ROW_BUCKETS[-1]:
             raise ConfigError(f"max_running={limits.max_running}: a GPU batch has at most {ROW_BUCKETS[-1]} requests")
         ledger = Ledger(sum(model.num_bytes for model in parts.models)) if device.type == "cuda" else None
