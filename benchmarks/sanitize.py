@@ -141,7 +141,7 @@ def run_engine(device: str, run: str) -> None:
             if run != "eager":
                 preemptions = serve(target, draft, length, device, overlaps)
             else:
-                with patch("faser.runtime.cuda.model._capture", lambda run, device, stream: run):
+                with patch("faser.runtime.cuda.graphs.capture", lambda run, device, stream: run):
                     preemptions = serve(target, draft, length, device, overlaps)
             print(f"{dtype}, length {length}{', overlapping' * overlaps}: {preemptions} preemptions", flush=True)
             assert preemptions, "the pages sufficed: nothing was preempted"

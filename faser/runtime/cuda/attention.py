@@ -1,9 +1,9 @@
 """Ragged attention over KV pages as Triton kernels, ready to be captured in a CUDA graph.
 
 Knows rows, pages, the page table and how to cut a step's rows into tiles. Knows nothing of models, requests, graphs or
-streams. Nothing here allocates, copies or waits for the device: the size of a launch follows from the sizes of the
-buffers, and what is real in them (rows, tiles, positions) is read on the device. So a captured launch serves every
-step that fits its buffers, and rows and tiles past the real ones do nothing.
+streams. Nothing here allocates, copies or waits for the device. The size of a launch follows from the sizes of the
+buffers; how many rows and tiles are real is read on the device. So a captured launch serves every step that fits its
+buffers.
 
 A tile is up to `rows_per_tile` rows of one request. The query heads that share a key head are folded into the tile, so
 decode (one row), verification (a few) and prefill (thousands) are one launch. Where tiles are few and contexts long,
@@ -28,9 +28,9 @@ from faser.runtime.cuda.attention_kernels import attend_kernel, rotate_kernel
 Int32Array = NDArray[np.int32]
 
 LOG2_E = math.log2(math.e)
-MAX_SPLIT = 2048  # keys after which a program leaves the rest to another, so that no long context outlasts the others
-MAX_PROGRAMS = 8192  # splits are no use beyond this many programs: most would only find that they have nothing to do
-FEW_SPLITS = 4  # where it is not known beforehand how many of a step's requests a launch is for
+MAX_SPLIT = 2048  # keys of one program at most, so that a long context does not outlast the others
+MAX_PROGRAMS = 8192  # with more programs than this, most splits would find nothing to do
+FEW_SPLITS = 4  # at least, if it is not known how many requests of a step a launch is for
 MAX_WORKSPACE = 128 * 2**20  # bytes
 
 
@@ -41,8 +41,8 @@ MAX_WORKSPACE = 128 * 2**20  # bytes
 class AttentionConfig:
     """How `attend` is cut up. A tile is rows_per_tile rows times the heads of a key head, padded to block_m.
 
-    A tile's keys are shared by as many programs as keep the SMs busy, up to num_splits of them, each with min_split to
-    MAX_SPLIT keys; by more of those where the context is longer than that.
+    Up to num_splits programs share a tile's keys: enough to keep the SMs busy, with min_split to MAX_SPLIT keys each.
+    If num_splits * MAX_SPLIT is less than the context, each has more keys.
     """
 
     rows_per_tile: int
@@ -68,7 +68,7 @@ def choose(
 ) -> AttentionConfig:
     """A configuration for up to num_requests requests of up to rows_per_request rows and max_context keys each.
 
-    Where a step has other rows besides, which are attended by another launch, step_rows counts all.
+    step_rows, if given, counts all rows of a step of which this launch attends only some.
 
     Tuned on an H200 in bf16 for head dimensions 64 and 128 (benchmarks/cuda_attention.py); others follow by bytes.
     Splits that find nothing to do are not free: 16 decodes over 1024 keys take 24 µs if max_context is 2048 and 29 µs
@@ -77,7 +77,7 @@ def choose(
     group = num_heads // num_kv_heads
     block_m, rows_per_tile = _tile_size(group, rows_per_request, head_dim, dtype)
     num_programs = num_requests * -(-rows_per_request // rows_per_tile) * num_kv_heads
-    # How many requests there are besides others is not known, and few are worse served as many than many as few.
+    # With step_rows the number of requests is not known. To plan for few costs less than to plan for many.
     is_crowded = num_programs >= 2 * num_sms and step_rows is None
     block_n, num_warps, num_stages = _block(block_m, head_dim, dtype, is_crowded)
     min_split = max(128 if block_m < 64 else 256, block_n)
@@ -105,7 +105,7 @@ def _block(block_m: int, head_dim: int, dtype: torch.dtype, crowded: bool) -> tu
     keys, num_warps, num_stages = 64, 4, 3
     if crowded:
         keys, num_warps, num_stages = (64, 4, 2) if block_m == 16 else (32, 2, 3)
-    # Keys for a head dimension of 128 and two bytes, and as many bytes for others.
+    # `keys` is for a head dimension of 128 and two bytes an element; others get the same number of bytes.
     block_n = keys * 256 // (head_dim * dtype.itemsize)
     return min(128, max(16, block_n)), num_warps, num_stages
 
@@ -113,10 +113,10 @@ def _block(block_m: int, head_dim: int, dtype: torch.dtype, crowded: bool) -> tu
 def build_tiles(
     num_rows: IntArray, rows_per_tile: int, start: IntArray | None = None, some: NDArray[np.bool_] | None = None
 ) -> tuple[Int32Array, Int32Array]:
-    """The request and the first row within it of each tile, for requests of num_rows rows, or only `some` of them.
+    """The request of each tile and the tile's first row within it, for all requests or only `some`.
 
-    With `start` (each request's first position) the tiles with the most keys come first, so that the last programs to
-    run are short ones.
+    With `start` (each request's first position) tiles with the most keys come first, so that the last programs are
+    short ones.
     """
     # [B] and, from here, [T]
     per_request = -(-num_rows // rows_per_tile)
@@ -131,7 +131,7 @@ def build_tiles(
     return request.astype(np.int32), offset.astype(np.int32)
 
 
-# ---- what the kernels read: buffers that stay where they are and change in content ----
+# ---- buffers that the kernels read: their addresses stay and their content changes ----
 
 
 @dataclass(frozen=True)
@@ -152,15 +152,15 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where splits leave their results for one another. Forwards that may run at once need one each."""
+    """Results that splits of a tile exchange. Forwards that may run at once need one workspace each."""
 
     partial: Tensor  # [rows, num_heads, num_splits, head_dim] float32
     log_sums: Tensor  # [rows, num_heads, num_splits] float32: log2 of the sum of weights
-    arrived: Tensor  # [T, num_kv_heads] int32: the splits of a tile that are done; zero between launches
+    arrived: Tensor  # [T, num_kv_heads] int32: splits of a tile that are done; zero between launches
 
 
 class Memory:
-    """One piece of memory for the workspaces of launches that never run at once: it is as large as the largest."""
+    """Memory for the workspaces of launches that never run at once: as large as the largest."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._results = torch.empty(0, dtype=torch.float32, device=device)
@@ -259,11 +259,11 @@ def attend(
 
     qkv [R, num_heads + 2 * num_kv_heads, head_dim], contiguous, its queries rotated; pages [num_pages, page_size,
     2 * num_kv_heads, head_dim], the step's own keys and values already in them; table [slots, columns] int32; out [R,
-    num_heads * head_dim], contiguous. Rows of no tile are left as they are.
+    num_heads * head_dim], contiguous. Rows outside all tiles are left as they are.
 
     With `overlap` the launch starts while the one before it on the stream still runs and waits for it before it reads
-    qkv and pages: right behind rotate_and_write, this hides a launch (1.5 to 2 µs). What it reads sooner (table, tiles)
-    must have been written at least two launches before.
+    qkv and pages: behind rotate_and_write, this hides a launch (1.5 to 2 µs). Table and tiles are read sooner and must
+    have been written at least two launches before.
     """
     all_heads, head_dim = qkv.shape[1:]
     page_size, kv_entry = pages.shape[1], pages.shape[2]

@@ -78,7 +78,7 @@ def rotate_kernel(
     tl.store(kept + half, turned_second.to(pages.dtype.element_ty), mask=is_kept)
 
 
-# What differs from graph to graph and does not shape the code is not compiled in; nor is where num_tiles lies.
+# Arguments that differ from graph to graph are not compiled in, nor is the alignment of num_tiles.
 @triton.jit(do_not_specialize=["num_tiles", "rows_per_tile", "num_splits", "num_sms", "min_share", "max_share"])
 def attend_kernel(
     qkv,

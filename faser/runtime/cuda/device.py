@@ -34,7 +34,7 @@ class CudaDevice:
     max_batch_tokens = 4096
     pacing = replace(prompt_pace.GPU, row_sizes=MIXED_BUCKETS)
     runs_ahead = True  # a step is planned while the one before it runs
-    exit_depths = (0.0, 0.5)  # of every further one there would be as many graphs again
+    exit_depths = (0.0, 0.5)  # each further depth would need as many graphs again
     profiling = Profiling(18.0, ROW_BUCKETS, MIXED_BUCKETS, most_rows=1024, most_context=2**18, most_prompt_rows=4096)
     speeds = Speeds(3e12, 4e14, layer_seconds=1e-5, host_seconds=1e-4, stop_seconds=None)
 

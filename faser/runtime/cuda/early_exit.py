@@ -219,7 +219,7 @@ class TargetParts:
             torch.index_select(target.normed, 0, index, out=hidden)
         else:
             torch.index_select(model.embedding, 0, rows.token_ids, out=hidden)
-        target.run_layers(shape, rows, target.attend_whole(shape, requests, rows), range(first, last))
+        target.run_layers(shape, rows, target.tiling.whole(shape, requests, rows), range(first, last))
         if last == model.num_layers:
             target.choose(shape, rows, hidden)
 

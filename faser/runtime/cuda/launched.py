@@ -1,4 +1,4 @@
-"""A step between its launch and its collection: what came of it so far, and where its results arrive."""
+"""A step between its launch and its collection: its counts so far, and the memory its results arrive in."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ REGISTERS_PER_SM = 65536
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where programs that split K meet. Forwards that may run at the same time need one each."""
+    """Memory in which programs that split K add up. Forwards that may run at once need one each."""
 
     partials: Tensor  # float32 [MAX_SPLIT_PROGRAMS * 64 * TILE_ROWS]
     counters: Tensor  # int32 [MAX_SPLIT_PROGRAMS]; zero between launches
@@ -206,18 +206,18 @@ def _compute_capability(device: torch.device) -> tuple[int, int]:
 
 
 def stage_bytes(plan: Plan, num_rows: int, gated: bool, element_size: int) -> int:
-    """Shared memory that one load in flight of `tiles` takes."""
+    """Bytes of shared memory for one load in flight of `tiles`."""
     return (_padded(num_rows) + (1 + gated) * plan.block_n) * plan.block_k * element_size
 
 
 def _padded(num_rows: int) -> int:
-    """The narrowest operand of a tensor core."""
+    """Rows of the narrow operand of a tensor core."""
     return max(16, triton.next_power_of_2(num_rows))
 
 
 @lru_cache(maxsize=16)
 def _shared_bytes(device: torch.device) -> int:
-    """Shared memory of a program: less on smaller GPUs than plans were made for, and they load less ahead."""
+    """Shared memory of a program. A GPU with less than the plans were made for loads less ahead."""
     if device.type != "cuda":
         return H200_SHARED_BYTES
     return int(driver.active.utils.get_device_properties(device.index)["max_shared_mem"])

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def _weight_tile(rows, n, k, N: tl.constexpr, K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Weights at rows n, to which `rows` points, and columns k. Each is read once: no need to keep it cached."""
+    """Weights at rows n, to which `rows` points, and columns k. Each is read once, so it is not kept in the cache."""
     if EVEN_N and EVEN_K:
         return tl.load(rows + k, eviction_policy="evict_first")
     mask = n < N if EVEN_K else (n < N) & (k < K)
@@ -24,7 +24,7 @@ def _weight_tile(rows, n, k, N: tl.constexpr, K: tl.constexpr, EVEN_N: tl.conste
 
 @triton.jit
 def _addends(bias, residual, m, n, num_rows, N: tl.constexpr, BIASED: tl.constexpr, ADDS: tl.constexpr):
-    """What is added to the product, float32 [M, N of the block] or less. m [M, 1]; n [1, N of the block]."""
+    """Bias and residual, float32 [M, N of the block] or broadcast to it. m [M, 1]; n [1, N of the block]."""
     result = tl.zeros([1, 1], tl.float32)
     if BIASED:
         result += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
@@ -35,7 +35,7 @@ def _addends(bias, residual, m, n, num_rows, N: tl.constexpr, BIASED: tl.constex
 
 @triton.jit
 def _finish(result, up, addends, out, m, n, num_rows, N: tl.constexpr, GATED: tl.constexpr):
-    """What follows the product. result, up float32 [M, N of the block]; m [M, 1]; n [1, N of the block]."""
+    """Activation, addends and store. result, up float32 [M, N of the block]; m [M, 1]; n [1, N of the block]."""
     if GATED:
         result = result * tl.sigmoid(result) * up
     result += addends
@@ -65,9 +65,9 @@ def chunks_kernel(
     NORMED: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, ADDS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Some outputs of all rows, a chunk of K at a time; the next chunk's weights are loaded before this one's sums.
+    """Some outputs of all rows, a chunk of K at a time. Weights of the next chunk are loaded before this one is summed.
 
-    The inverse root of the mean square is one factor per row, so it waits for the end.
+    The inverse root of the mean square is one factor per row and is applied at the end.
     """
     EVEN_N: tl.constexpr = N % BLOCK_N == 0
     EVEN_K: tl.constexpr = K % BLOCK_K == 0
@@ -116,8 +116,8 @@ def persistent_kernel(
 ):  # fmt: skip
     """All of K in registers, for every PROGRAMS-th block of outputs.
 
-    Weights are loaded two blocks ahead and the addends one: a load is not done before those issued ahead of it are, so
-    one that is used at once would wait for weights that are not needed yet.
+    Weights are loaded two blocks ahead and the addends one. Loads complete in order, so an addend that is used at once
+    would wait for weights that are not needed yet.
     """
     STRIDE: tl.constexpr = PROGRAMS * BLOCK_N
     STEPS: tl.constexpr = (N + STRIDE - 1) // STRIDE
@@ -176,7 +176,7 @@ def tiles_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Tensor cores: the weights are the 64-row operand, the few rows the narrow one, padded to BLOCK_M."""
+    """Tensor cores: the weights are the operand of 64 rows, the rows are the narrow one, padded to BLOCK_M."""
     # PART of K for each of the programs that share it
     PART: tl.constexpr = (K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K) * BLOCK_K
     EVEN_N: tl.constexpr = N % BLOCK_N == 0
@@ -206,7 +206,7 @@ def tiles_kernel(
         addends = _addends(bias, residual, m, n, num_rows, N, BIASED, ADDS)
         _finish(total, up_total, addends, out, m, n, num_rows, N, GATED)
     else:
-        # The last program to arrive adds all parts up, in their order, so that the sum does not depend on who was last.
+        # The last program to arrive adds all parts in a fixed order, so that the sum does not depend on who was last.
         here = partials + block * (SPLIT * BLOCK_M * BLOCK_N) + m * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         tl.store(here + part * (BLOCK_M * BLOCK_N), total)
         tl.debug_barrier()

@@ -1,17 +1,15 @@
 """One model on the device: static buffers, its KV pages, and a forward from requests to sampled tokens.
 
-Knows the order of the kernels of a forward and which buffers they share. Knows nothing of plans or of who drafts. What
-changes from step to step is the content of the buffers, never their addresses or shapes, so that a forward of a given
-`Shape` can be captured once as a CUDA graph and replayed. Rows beyond those of the step are padding: they are computed,
-and neither write KV nor choose tokens.
+Knows the order of the kernels of a forward and which buffers they share. Knows nothing of plans or of who drafts. From
+step to step the content of the buffers changes, never their addresses or shapes, so that a forward of a given `Shape`
+can be captured once as a CUDA graph and replayed. Rows beyond those of the step are padding: they are computed, and
+neither write KV nor choose tokens.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -21,37 +19,25 @@ from torch import Tensor
 
 from faser.arrays import IntArray
 from faser.models.transformer import Layer, Transformer
-from faser.runtime.cuda import attention, linear
-from faser.runtime.cuda.attention import AttentionConfig, Tiles, Workspace
+from faser.runtime.cuda import attention, graphs, linear
 from faser.runtime.cuda.lanes import Lanes
-from faser.runtime.cuda.linear_plans import NUM_SMS
 from faser.runtime.cuda.rows import NUM_COLUMNS, DeviceRows, Requests, expand, next_draft_rows, settle
 from faser.runtime.cuda.sampling import Choices, Slots, sample
 from faser.runtime.cuda.shapes import MIXED_BUCKETS, ROW_BUCKETS, Shape, least
+from faser.runtime.cuda.tiling import Attending, Tiling
 from faser.runtime.cuda.transfer import Staging, send
 from faser.runtime.kv_cache import bytes_per_page
 from faser.step import PageWrites
 
-HEAD_ROWS = 512  # rows of logits at a time: at most 300 MB of them for a vocabulary of 150k
-
-FEW_ROWS = 8  # of requests that decode beside prompts: they are attended apart, in tiles of their size
-
-
-@dataclass(frozen=True)
-class Attending:
-    """One launch of attention in each layer."""
-
-    tiles: Tiles
-    config: AttentionConfig
-    workspace: Workspace
+HEAD_ROWS = 512  # rows of logits at a time: 300 MB for a vocabulary of 150k
 
 
 class CudaModel:
     """A model, its pages and its buffers.
 
-    `max_rows` bounds the rows of one forward, all of which may be sampled from. The buffers also hold the graph such
-    rows are rounded up to, and two rows for each request. `writes`: the sampled tokens go into the history at once, as
-    a draft's do, and it is said how sure they are.
+    `max_rows` bounds the rows of one forward; all of them may be sampled from. The buffers also have room for the graph
+    that max_rows is rounded up to, and for two rows of each request. `writes` is for a draft model: sampled tokens go
+    into the history at once, and their confidence is kept.
     """
 
     def __init__(
@@ -80,13 +66,13 @@ class CudaModel:
         columns = -(-max_context // page_size)
         self.table = torch.zeros(slots.history.shape[0], columns, dtype=torch.int32, device=device)
         self.slots = slots
-        # Whether launches may begin while the one before them ends: programmatic dependent launch, from Hopper on.
+        # Programmatic dependent launch: a launch may begin before the one before it has ended. From Hopper on.
         self._overlaps = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-        # A stream to capture graphs on: what cuBLAS works in belongs to the stream, and two models may run at a time.
+        # Graphs are captured on a stream of the model's own: cuBLAS has a workspace for each stream, and two models may
+        # run at a time.
         make: Any = torch.cuda.Stream
         self._stream = make(device) if device.type == "cuda" else None
         self._lanes = lanes
-        self._max_context = max_context
         self._staging = Staging(self.requests.memory, NUM_COLUMNS)
         self._staged_lengths = Staging(self._drafting, 1)
         self._vocabulary = model.vocabulary.int() if model.vocabulary is not None else None
@@ -103,15 +89,13 @@ class CudaModel:
         self._activated = buffer(max_rows, config.intermediate_size)
         self._wanted = buffer(max_rows, config.hidden_size)
         self.logits = torch.zeros(min(max_rows, HEAD_ROWS), model.head.shape[0], dtype=torch.float32, device=device)
-        self._arange = torch.arange(max_requests, dtype=torch.int32, device=device)
-        self._zeros, self._ones = torch.zeros_like(self._arange), torch.ones_like(self._arange)
-        self._totals = torch.zeros_like(self._arange)
         self._rest = torch.zeros(1, dtype=torch.int32, device=device)
         self._linear = linear.Workspace.allocate(device)
-        self._splits = attention.Memory(device)
+        self.tiling = Tiling(model, max_requests, max_rows, max_context)
         self._graphs: dict[Shape, Callable[[], None]] = {}
-        self._choosing: dict[int, Callable[[], None]] = {}  # graphs of the head and the sampling, by wanted rows
-        self._wide, self._narrow = _TileMemory(max_rows, device), _TileMemory(max_requests, device)
+        self._choosing: dict[
+            int, Callable[[], None]
+        ] = {}  # graphs of head and sampling, by wanted rows
         self.pages = torch.zeros(0, dtype=dtype, device=device)
 
     @property
@@ -149,11 +133,11 @@ class CudaModel:
         self._staged_lengths.write((lengths,), 1)
 
     def has_graph_of(self, shape: Shape) -> bool:
-        """Whether one tile holds all rows of a request, as the graphs' static tiles need; mixed ones have others."""
-        return shape.is_mixed or self._attention_config(shape).rows_per_tile >= shape.rows_per_request
+        """Whether one tile holds all rows of a request, as a graph needs unless it is mixed."""
+        return shape.is_mixed or self.tiling.config(shape).rows_per_tile >= shape.rows_per_request
 
     def mixed_shapes(self) -> list[Shape]:
-        """Of the steps whose requests differ much; at least one."""
+        """The graphs of steps whose requests differ much in rows; at least one."""
         sizes = [size for size in MIXED_BUCKETS if size <= self.max_rows] or [self.max_rows]
         return [self._mixed_shape(size) for size in sizes]
 
@@ -184,13 +168,13 @@ class CudaModel:
         self._graphs[shape]()
 
     def capture(self, shape: Shape) -> None:
-        """Make the graph of a shape, unless there is one. A forward runs meanwhile, for no requests."""
+        """Make the graph of a shape, unless there is one. A forward runs once, without requests."""
         if shape in self._graphs:
             return
         self._graphs[shape] = self.capture_idle(lambda: self.forward(shape), shape.num_sms)
 
     def forget_parts(self) -> None:
-        """The graphs that keep to a part of the device."""
+        """Give up the graphs that keep to a part of the device."""
         self._graphs = {shape: graph for shape, graph in self._graphs.items() if not shape.num_sms}
 
     def capture_idle(
@@ -200,26 +184,22 @@ class CudaModel:
 
         `run` also runs once. The contents of the requests, the tiles and `kept` are restored.
         """
-        wide, narrow = self._wide, self._narrow
-        contents = (self.requests.memory, self._drafting, wide.memory, narrow.memory, self.rows.cu_wanted, *kept)
+        contents = (self.requests.memory, self._drafting, *self.tiling.memories, self.rows.cu_wanted, *kept)
         before = [(each, each.clone()) for each in contents]
-        for count in (self.requests.num_requests, wide.num_tiles, narrow.num_tiles, self.rows.cu_wanted):
+        for count in (self.requests.num_requests, *self.tiling.counts, self.rows.cu_wanted):
             count.zero_()
-        graph = _capture(run, self.model.device, self._lanes.stream(num_sms) if num_sms else self._stream)
+        graph = graphs.capture(run, self.model.device, self._lanes.stream(num_sms) if num_sms else self._stream)
         for each, content in before:
             each.copy_(content)
         return graph
 
     def launch_mixed(self, num_rows: IntArray, start: IntArray, num_wanted: int) -> Shape | None:
-        """Replay the graphs for so many rows a request, `num_wanted` of all sampled from; None if there are none."""
+        """Replay the graphs for num_rows [B] rows of the requests; None if no graphs are large enough."""
         rows, wanted = least(MIXED_BUCKETS, int(num_rows.sum())), least(ROW_BUCKETS, num_wanted)
         if rows is None or rows > self.max_rows or wanted is None or wanted > self.max_rows:
             return None
         shape = self._mixed_shape(rows)
-        few = self._narrow_config(shape).rows_per_tile
-        wide_tiles = attention.build_tiles(num_rows, self._attention_config(shape).rows_per_tile, start, num_rows > few)
-        self._wide.write(wide_tiles)
-        self._narrow.write(attention.build_tiles(num_rows, few, start, num_rows <= few))
+        self.tiling.stage(shape, num_rows, start)
         self.launch(shape)
         if not num_wanted:
             return shape
@@ -232,14 +212,14 @@ class CudaModel:
             self._choosing[num_wanted] = self.capture_idle(lambda: self.choose_wanted(num_wanted))
 
     def choose_wanted(self, num_wanted: int) -> None:
-        """The head and the sampling of the wanted rows of the latest mixed forward, of which there are no more."""
+        """The head and the sampling of the latest mixed forward, which has at most num_wanted wanted rows."""
         shape = replace(self._mixed_shape(0), num_wanted=num_wanted, is_mixed=False)
         self.choose(shape, self.rows_of(shape), self.hidden)
 
     def forward(self, shape: Shape, num_rows: IntArray | None = None, start: IntArray | None = None) -> None:
         """Enqueue everything from the requests to the tokens in `choices`.
 
-        For more rows a request than a tile has, `num_rows` and `start` of the plan say how to cut them.
+        If a request has more rows than a tile, `num_rows` and `start` of the plan are given to cut the rows.
         """
         requests, rows = self.requests_of(shape), self.rows_of(shape)
         vocab_size = self.model.config.vocab_size
@@ -250,18 +230,18 @@ class CudaModel:
             settle(requests, self.slots.refused, self.slots.missed, self.slots.short if self._writes else None)
             expand(requests, self.slots.history, rows, vocab_size=vocab_size)
         if shape.is_mixed:
-            attending = self._attend_staged(shape, requests, rows)
+            attending = self.tiling.staged(shape, requests, rows)
         elif num_rows is None or start is None:
-            attending = self.attend_whole(shape, requests, rows)
+            attending = self.tiling.whole(shape, requests, rows)
         else:
-            attending = self._attend_cut(shape, requests, rows, num_rows, start)
+            attending = self.tiling.cut(shape, requests, rows, num_rows, start)
         torch.index_select(self.model.embedding, 0, rows.token_ids, out=self.hidden[: shape.num_rows])
         hidden = self.run_layers(shape, rows, attending, range(self.model.num_layers))
         if shape.num_wanted:
             self.choose(shape, rows, hidden)
 
     def logits_of(self, shape: Shape, indices: Tensor) -> Tensor:
-        """Logits [len(indices), V] of some of the wanted rows of the latest forward, computed once more."""
+        """Logits [len(indices), V] of some wanted rows of the latest forward, computed again."""
         hidden = (self.hidden if shape.wants_all else self._wanted)[indices]
         logits = self.logits.new_empty(len(indices), self.logits.shape[1])
         model = self.model
@@ -292,82 +272,12 @@ class CudaModel:
             *(each[:num_wanted] for each in (whole.wanted, whole.wanted_slots, whole.wanted_positions)),
         )
 
-    # ── attention ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _attention_config(self, shape: Shape) -> AttentionConfig:
-        num_requests = max(1, shape.num_rows // shape.rows_per_request)
-        return self._config_for(num_requests, shape.rows_per_request, num_sms=shape.num_sms)
-
-    def _narrow_config(self, shape: Shape) -> AttentionConfig:
-        """For the requests of few rows in a step that has others."""
-        return self._config_for(self.requests.slots.shape[0], min(FEW_ROWS, shape.num_rows), shape.num_rows)
-
-    def _config_for(
-        self, num_requests: int, rows_per_request: int, step_rows: int | None = None, num_sms: int = 0
-    ) -> AttentionConfig:
-        config = self.model.config
-        return attention.choose(
-            num_requests, rows_per_request, self._max_context, config.num_heads, config.num_kv_heads, config.head_dim,
-            self.model.dtype, num_sms or NUM_SMS, step_rows,
-        )  # fmt: skip
-
-    def _attending(self, shape: Shape, config: AttentionConfig, tiles: Tiles) -> Attending:
-        model, num_tiles = self.model.config, tiles.request.shape[0]
-        workspace = self._splits.workspace(
-            config, shape.num_rows, num_tiles, model.num_heads, model.num_kv_heads, model.head_dim
-        )
-        return Attending(tiles, config, workspace)
-
-    def attend_whole(self, shape: Shape, requests: Requests, rows: DeviceRows) -> list[Attending]:
-        """One tile a request: it holds all of its rows."""
-        size = shape.num_requests
-        tile = self._arange[:size], self._zeros[:size]
-        if shape.drafts_on:
-            tiles = Tiles(self._arange[:size], self._ones[:size], rows.positions, rows.slots, *tile, rows.num_rows)
-        else:
-            tiles = Tiles(*self._request_rows(requests, rows), *tile, requests.num_requests)
-        return [self._attending(shape, self._attention_config(shape), tiles)]
-
-    def _request_rows(self, requests: Requests, rows: DeviceRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What tiles are cut from."""
-        totals = torch.add(requests.num_rows, requests.num_drafted, out=self._totals[: requests.slots.shape[0]])
-        return rows.cu_rows[:-1], totals, requests.start, requests.slots
-
-    def _attend_staged(self, shape: Shape, requests: Requests, rows: DeviceRows) -> list[Attending]:
-        """Tiles that were written before the launch. There are none of requests without rows."""
-        wide, narrow = self._attention_config(shape), self._narrow_config(shape)
-        few, shared = narrow.rows_per_tile, self._request_rows(requests, rows)
-        # a request's last tile may have one row
-        most_wide = min(shape.num_rows, shape.num_rows // wide.rows_per_tile + shape.num_rows // (few + 1))
-        most_narrow = min(shape.num_requests, shape.num_rows)
-        narrow_tiles = Tiles(*shared, *self._narrow.tiles(most_narrow), self._narrow.num_tiles)
-        attending = [self._attending(shape, narrow, narrow_tiles)]
-        if shape.num_rows > few:
-            wide_tiles = Tiles(*shared, *self._wide.tiles(most_wide), self._wide.num_tiles)
-            attending.append(self._attending(shape, wide, wide_tiles))
-        return attending
-
-    def _attend_cut(
-        self, shape: Shape, requests: Requests, rows: DeviceRows, num_rows: IntArray, start: IntArray
-    ) -> list[Attending]:
-        """As many tiles a request as its rows need, sent now."""
-        wide, narrow, device = self._attention_config(shape), self._narrow_config(shape), self.model.device
-        few, shared = narrow.rows_per_tile, self._request_rows(requests, rows)
-        attending = []
-        for config, some in ((narrow, num_rows <= few), (wide, num_rows > few)):
-            request, offset = attention.build_tiles(num_rows, config.rows_per_tile, start, some)
-            if request.size:
-                count = torch.full((1,), request.size, dtype=torch.int32, device=device)
-                tiles = Tiles(*shared, send(request, device), send(offset, device), count)
-                attending.append(self._attending(shape, config, tiles))
-        return attending
-
     # ── layers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def run_layers(
         self, shape: Shape, rows: DeviceRows, attending: Sequence[Attending], layers: Iterable[int]
     ) -> Tensor:
-        """On the rows in `_hidden`."""
+        """Run layers over the rows in `hidden`, in place."""
         hidden = self.hidden[: shape.num_rows]
         for index in layers:
             layer = self.model.layers[index]
@@ -395,7 +305,7 @@ class CudaModel:
         return qkv
 
     def _finish(self, layer: Layer, hidden: Tensor, attended: Tensor, num_sms: int) -> None:
-        """The rest of a layer: what attention found, and the gated MLP, added to `hidden` in place."""
+        """The rest of a layer: the output projection of attention, and the gated MLP, added to `hidden` in place."""
         size, eps = hidden.shape[0], self.model.config.norm_eps
         linear.linear_residual(attended, layer.out, hidden, layer.out_bias, self._linear, num_sms=num_sms)
         activated = self._activated[:size]
@@ -406,7 +316,7 @@ class CudaModel:
         linear.linear_residual(activated, layer.down, hidden, None, self._linear, num_sms=num_sms)
 
     def choose(self, shape: Shape, rows: DeviceRows, hidden: Tensor) -> None:
-        """The head and the sampling, some rows at a time."""
+        """The head and the sampling, HEAD_ROWS rows at a time."""
         if not shape.wants_all:
             hidden = torch.index_select(hidden, 0, rows.wanted, out=self._wanted[: shape.num_wanted])
         for first in range(0, shape.num_wanted, HEAD_ROWS):
@@ -422,46 +332,5 @@ class CudaModel:
             )  # fmt: skip
 
 
-class _TileMemory:
-    """Where the tiles of the next launch of a graph are written."""
-
-    def __init__(self, most_tiles: int, device: torch.device) -> None:
-        self.memory = torch.zeros(2 * most_tiles + 1, dtype=torch.int32, device=device)
-        self.num_tiles = self.memory[-1:]
-        self._staging = Staging(self.memory, 2)
-
-    def tiles(self, most: int) -> tuple[Tensor, Tensor]:
-        """The first so many: their requests, and their offsets."""
-        request, offset = self.memory[:-1].view(2, -1)
-        return request[:most], offset[:most]
-
-    def write(self, tiles: tuple[NDArray, NDArray]) -> None:
-        self._staging.write(tiles, tiles[0].size)
-
-
 def _some_choices(choices: Choices, some: slice) -> Choices:
     return Choices(*(getattr(choices, each.name)[some] for each in fields(choices)))
-
-
-def _capture(run: Callable[[], None], device: torch.device, stream: Any) -> Callable[[], None]:
-    """A graph of what `run` enqueues. Off a GPU, `run` itself."""
-    if device.type != "cuda":
-        return run
-    run()  # compiles what is not compiled yet, outside the capture
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream), _without_collecting():
-        run()
-    return graph.replay
-
-
-@contextmanager
-def _without_collecting() -> Iterator[None]:
-    """A graph must not be freed while another is captured, and garbage may hold some."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -34,29 +34,31 @@ def rank_drafts(
     eps: float,
     head: torch.Tensor,
 ) -> None:
-    """How the draft behind each row stands among the candidates, into ranks, float32 [4, R].
+    """Rank the draft behind each row among candidate tokens, into ranks float32 [4, R].
 
-    The draft of a row is the token of the next one, where that is the same request's. Rows of it: how many candidates
-    score above it, with the row's noise where it draws; the score of the best; its own; how sure the draft model was.
-    What no draft follows is left as it was. logits [n, C] are those of rows first to first + n - 1 and of the first C
-    tokens, out of whatever layer; a draft that is not among these has its own made of the row's hidden state [R, H],
-    the norm [H] and the head [V, H]. The others are int32, [R] and [1].
+    The draft behind a row is the token of the next row, if both belong to one request; other columns are left as they
+    are. The four rows: candidates that score above the draft, the best score, the draft's score, and the draft model's
+    confidence. Scores include the row's noise unless the request is greedy.
+
+    logits [n, C] are of the rows first … first + n - 1 and of the first C tokens, by any layer. The logit of a draft
+    outside the first C tokens is computed here, from the hidden states [R, H], the norm [H] and the head [V, H].
+    row_slots, positions and token_ids are int32 [R], num_rows int32 [1].
     """
     num_bucket_rows, num_columns = logits.shape
     ranks[0, first : first + num_bucket_rows].zero_()
     ranks[1, first : first + num_bucket_rows].fill_(-math.inf)
     num_blocks = -(-num_columns // (TILE * MOST_TILES_PER_BLOCK))
     _rank_kernel[(num_bucket_rows, num_blocks)](
-        logits, first, row_slots, positions, token_ids, num_rows, slots.seeds, slots.inverse_temperatures, slots.sure,
-        ranks, hidden, norm, head, eps, logits.stride(0), ranks.stride(0), hidden.stride(0), head.stride(0),
-        num_columns, head.shape[1],
+        logits, first, row_slots, positions, token_ids, num_rows, slots.seeds, slots.inverse_temperatures,
+        slots.recent_confidence, ranks, hidden, norm, head, eps,
+        logits.stride(0), ranks.stride(0), hidden.stride(0), head.stride(0), num_columns, head.shape[1],
         tile_width=TILE, tiles_per_block=MOST_TILES_PER_BLOCK, recent=RECENT, num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit
 def _scores(x, token, inverse_temperature, key0, key1):
-    """What sampling takes the largest of."""
+    """The token with the largest score is the one that is sampled."""
     if inverse_temperature > 0:
         x = x * inverse_temperature - LN_2 * log2(exponential(noise_word(token, key0, key1)))
     return x
@@ -64,7 +66,7 @@ def _scores(x, token, inverse_temperature, key0, key1):
 
 @triton.jit
 def _logit(hidden, norm, head, eps, width, block: tl.constexpr):
-    """Of one row and one token: rms_norm(hidden) @ head."""
+    """rms_norm(hidden) @ head, of one row and one token."""
     square, product = tl.zeros([block], tl.float32), tl.zeros([block], tl.float32)
     for begin in range(0, width, block):
         column = begin + tl.arange(0, block)
@@ -78,7 +80,7 @@ def _logit(hidden, norm, head, eps, width, block: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first", "num_rows", "ranks_stride"])
 def _rank_kernel(
-    logits, first, row_slots, positions, token_ids, num_rows, seeds, inverse_temperatures, sure,
+    logits, first, row_slots, positions, token_ids, num_rows, seeds, inverse_temperatures, confidence,
     ranks, hidden, norm, head, eps, logits_stride, ranks_stride, hidden_stride, head_stride,
     num_columns, width,
     tile_width: tl.constexpr, tiles_per_block: tl.constexpr, recent: tl.constexpr,
@@ -115,4 +117,4 @@ def _rank_kernel(
     tl.atomic_max(ranks + ranks_stride + row, best)
     if tl.program_id(1) == 0:
         tl.store(ranks + 2 * ranks_stride + row, own)
-        tl.store(ranks + 3 * ranks_stride + row, tl.load(sure + slot * recent + position % recent))
+        tl.store(ranks + 3 * ranks_stride + row, tl.load(confidence + slot * recent + position % recent))

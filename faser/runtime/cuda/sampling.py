@@ -1,18 +1,18 @@
-"""Tokens from logits, and the verdict over drafts, on the device and without a word to the host.
+"""Tokens from logits, on the device and without the host.
 
-Knows the noise of faser/runtime/sampling.py (the same hash bits), the tokens, seeds and temperatures of every slot, and
-which rows are judged. Does not know models, plans, filters, penalties or grammars. A row's token depends on nothing but
-its logits, seed, position and temperature: tiles have one width whatever the number of rows.
+Knows the tokens, seeds and temperatures of every slot. Does not know models, plans, filters, penalties or grammars. A
+row's token depends only on its logits, seed, position and temperature: tiles have the same width for any number of
+rows.
 
-Everything can be captured in a graph: grids depend on the shapes of the buffers alone, the counts that vary from step
-to step are read on the device, and what lies beyond them is left alone. The scratch memory of `Choices` belongs to one
-stream at a time.
+Everything can be captured in a graph: grids depend only on the shapes of the buffers. The counts that vary from step to
+step are read on the device, and entries beyond the counts are not touched. The scratch memory of `Choices` belongs to
+one stream at a time.
 
-A row is read by many blocks. Each finds how good the best token of its tiles is; the last one done for a row, by a
+A row is read by many blocks. Each block finds the score of the best token of its tiles. The last block of a row, by a
 counter, takes the best tile and finds the token in it. The largest (x - max) / T + gumbel is found as the smallest
 E * exp((max - x) / T), where gumbel = -log E: one logarithm less per token.
 
-Shapes: R rows, V columns of logits, B requests, W tokens one request can emit in a step at most.
+Shapes: R rows, V columns of logits.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -28,12 +28,12 @@ import triton.language as tl
 
 from faser.runtime.cuda.noise import exponential, noise_keys, noise_word
 
-TILE = 1024  # columns compared at a time; a row's last bits depend on it, so it is one for all batches
-FEW_TILES = 1056  # eight blocks of four warps on every SM of an H200; these three were measured there
+TILE = 1024  # columns compared at a time; the same for all batches, because the last bits of a row depend on it
+FEW_TILES = 1056  # eight blocks of four warps on every SM of an H200; this and the next two were measured there
 MANY_BLOCKS = 2048
 MOST_TILES_PER_BLOCK = 8
 
-RECENT = 64  # positions whose confidence is kept: more than a draft has tokens
+RECENT = 64  # positions whose confidence is kept; a draft has fewer tokens
 
 MIN_TEMPERATURE = 1e-30  # a gap between logits divided by this is still a finite float32
 
@@ -50,10 +50,10 @@ class Slots:
     history: torch.Tensor  # int32 [max_slots, max_len] tokens; drafts lie behind the context
     seeds: torch.Tensor  # int64 [max_slots] `mixed_seed` of the request's seed
     inverse_temperatures: torch.Tensor  # float32 [max_slots] 0 is greedy
-    refused: torch.Tensor  # int32 [max_slots] drafts the latest step was to make and that came to nothing
-    short: torch.Tensor  # int32 [max_slots] 1 where it made fewer, all of them accepted
-    missed: torch.Tensor  # int32 [max_slots] 1 where what lay behind the drafts it verified is void
-    sure: torch.Tensor  # float32 [max_slots, RECENT] the draft's confidence in its latest tokens, by position
+    refused: torch.Tensor  # int32 [max_slots] drafts that the latest step was planned to verify and did not accept
+    short: torch.Tensor  # int32 [max_slots] 1 where it made fewer drafts than planned and accepted all of them
+    missed: torch.Tensor  # int32 [max_slots] 1 where the drafts behind the ones it verified are void
+    recent_confidence: torch.Tensor  # float32 [max_slots, RECENT] of the latest drafts, by position modulo RECENT
 
     @classmethod
     def allocate(cls, max_slots: int, max_len: int, device: torch.device | str) -> Slots:
@@ -73,8 +73,8 @@ class Choices:
     """Where sampled tokens go, and scratch memory for up to max_rows rows of max_columns logits."""
 
     tokens: torch.Tensor  # int32 [R]
-    broken: torch.Tensor  # int32 [R] 1 where the row held a NaN or no finite best; its token is then 0
-    confidence: torch.Tensor  # float32 [R] the token's probability, where asked for
+    broken: torch.Tensor  # int32 [R] 1 where the row has a NaN or no finite maximum; its token is then 0
+    confidence: torch.Tensor  # float32 [R] the probability of the token, if asked for
     tile_max: torch.Tensor  # float32 [R, tiles] the tile's largest logit
     tile_cost: torch.Tensor  # float32 [R, tiles] smallest E * exp((largest - logit) / T)
     tile_mass: torch.Tensor  # float32 [R, tiles] sum of exp((logit - largest) / T)
@@ -119,7 +119,7 @@ def sample(
     logits float [R, V], its columns adjacent; row_slots and positions int32 [R]; num_rows int32 [1]. Column c stands
     for token vocabulary[c] where a vocabulary (int32 [V], ascending) is given. `confidence` also gives the chosen
     token's probability at the row's temperature (a greedy row's: at temperature 1). `write` also puts the token into
-    the history, at its position, and its confidence where that is kept.
+    the history, at its position, and its confidence, if given, into slots.recent_confidence.
     """
     num_bucket_rows, num_columns = logits.shape
     num_tiles = -(-num_columns // TILE)
@@ -128,7 +128,7 @@ def sample(
         logits, row_slots, positions, num_rows,
         slots.seeds, slots.inverse_temperatures, vocabulary, slots.history if write else None,
         choices.tokens, choices.broken, choices.confidence if confidence else None,
-        slots.sure if confidence and write else None,
+        slots.recent_confidence if confidence and write else None,
         choices.tile_max, choices.tile_cost, choices.tile_mass, choices.arrived,
         logits.stride(0), slots.history.stride(0), num_columns, num_tiles, tiles_per_block,
         tile_width=TILE, padded_tiles=power_of_two(num_tiles), recent=RECENT, num_warps=num_warps,
@@ -136,7 +136,7 @@ def sample(
 
 
 def _shape_of_a_block(num_tiles: int) -> tuple[int, int]:
-    """Warps and tiles. Few tiles: all hands on each. Many: fewer hands to wait for, and fewer blocks to count."""
+    """Warps and tiles of a block. Many tiles: fewer warps to wait for each other, and fewer blocks to count."""
     if num_tiles <= FEW_TILES:
         return 4, 1
     return 2, min(-(-num_tiles // MANY_BLOCKS), MOST_TILES_PER_BLOCK)
@@ -148,13 +148,13 @@ def power_of_two(count: int) -> int:
 
 @triton.jit
 def _scale(inverse_temperature):
-    """What makes a difference of logits an exponent of two; a greedy row's probabilities are those at temperature 1."""
+    """log2(e) / T: a difference of logits times this is an exponent of two. For a greedy row T is 1."""
     return tl.where(inverse_temperature > 0, inverse_temperature, 1.0) * _LOG2_E
 
 
 @triton.jit
 def _row(row, row_slots, positions, seeds, inverse_temperatures):
-    """Whose row it is, where its token will stand, and how that is drawn."""
+    """A row's slot, the position of its token, and what the token is drawn with."""
     slot = tl.load(row_slots + row).to(tl.int64)
     position = tl.load(positions + row)
     key0, key1 = noise_keys(tl.load(seeds + slot), position)
@@ -163,7 +163,7 @@ def _row(row, row_slots, positions, seeds, inverse_temperatures):
 
 @triton.jit
 def _finite(x):
-    """To subtract from: the difference of two infinities is not a number."""
+    """Clamped, because the difference of two infinities is NaN."""
     return tl.minimum(tl.maximum(x, -_LARGEST_FLOAT), _LARGEST_FLOAT)
 
 
@@ -185,7 +185,7 @@ def _tokens_of(column, vocabulary, num_columns):
 
 @triton.jit
 def _costs(x, token, tile_max, inverse_temperature, key0, key1):
-    """The smallest is the winner's: E * exp((tile_max - x) / T), [tile_width]."""
+    """E * exp((tile_max - x) / T), [tile_width]; the token with the smallest cost is chosen."""
     exponent = (_finite(tile_max) - x) * _scale(inverse_temperature)
     return exponential(noise_word(token, key0, key1)) * tl.exp2(exponent)
 
@@ -193,10 +193,10 @@ def _costs(x, token, tile_max, inverse_temperature, key0, key1):
 @triton.jit
 def _finish_row(
     row_logits, vocabulary, num_columns, inverse_temperature, key0, key1,
-    tile_max, tile_cost, tile_mass, num_tiles, row, tokens, broken, confidence, sure,
+    tile_max, tile_cost, tile_mass, num_tiles, row, tokens, broken, confidence, recent_confidence,
     tile_width: tl.constexpr, padded_tiles: tl.constexpr,
 ):  # fmt: skip
-    """Choose among the tiles of a row, then within the best. Reads past the caches that others' stores do not reach."""
+    """Choose the best tile of a row, then the token in it. Loads bypass caches that other blocks' stores miss."""
     # [padded_tiles]
     tile = tl.arange(0, padded_tiles)
     known = tile < num_tiles
@@ -230,8 +230,8 @@ def _finish_row(
         logit = tl.max(tl.where(token == chosen, x, -_INFINITY), axis=0)
         chance = tl.where(is_broken, 0.0, tl.exp2((logit - row_max) * scale) / mass)
         tl.store(confidence + row, chance)
-        if sure is not None:
-            tl.store(sure, chance)
+        if recent_confidence is not None:
+            tl.store(recent_confidence, chance)
     return chosen
 
 
@@ -239,7 +239,7 @@ def _finish_row(
 def _sample_kernel(
     logits, row_slots, positions, num_rows,
     seeds, inverse_temperatures, vocabulary, history,
-    tokens, broken, confidence, sure,
+    tokens, broken, confidence, recent_confidence,
     tile_max, tile_cost, tile_mass, arrived,
     logits_stride, history_stride, num_columns, num_tiles, tiles_per_block,
     tile_width: tl.constexpr, padded_tiles: tl.constexpr, recent: tl.constexpr,
@@ -252,8 +252,8 @@ def _sample_kernel(
     tile_max += row * num_tiles
     tile_cost += row * num_tiles
     tile_mass += row * num_tiles
-    if sure is not None:
-        sure += slot * recent + position % recent
+    if recent_confidence is not None:
+        recent_confidence += slot * recent + position % recent
     first = tl.program_id(1) * tiles_per_block
     for tile in range(first, tl.minimum(first + tiles_per_block, num_tiles)):
         x, column = _load_tile(logits, tile, num_columns, tile_width)
@@ -271,7 +271,7 @@ def _sample_kernel(
         tl.store(arrived + row, 0)
         chosen = _finish_row(
             logits, vocabulary, num_columns, inverse_temperature, key0, key1,
-            tile_max, tile_cost, tile_mass, num_tiles, row, tokens, broken, confidence, sure,
+            tile_max, tile_cost, tile_mass, num_tiles, row, tokens, broken, confidence, recent_confidence,
             tile_width, padded_tiles,
         )  # fmt: skip
         if history is not None:

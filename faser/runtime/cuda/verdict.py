@@ -33,16 +33,17 @@ def judge(
     overlaps: bool = False,
     acceptance: torch.Tensor | None = None,
 ) -> None:
-    """The verdict over each request's drafts, packed for one copy to the host, and its tokens put into the history.
+    """The verdict over each request's drafts, packed for one copy to the host. Emitted tokens go into the history.
 
-    The wanted rows cu_wanted[i] … cu_wanted[i + 1] - 1 (int32 [B + 1]) are of the last context token of request i and
-    of every drafted one; a request that does not sample has none. packed is int32 [B, FIRST_TOKEN + W]: the number of
-    accepted tokens, whether an emitted row was broken, whether all drafts were accepted and the bonus is what lay
-    behind them (with `overlaps` the draft's next token), then the accepted tokens and the bonus, then -1. How many of
-    the planned drafts came to nothing, and whether what lay behind them did, stays on the device for the next step.
+    The wanted rows cu_wanted[i] … cu_wanted[i + 1] - 1 (int32 [B + 1]) are those of the last context token and of the
+    drafts of request i; a request that does not sample has none. packed is int32 [B, FIRST_TOKEN + W]: the number of
+    accepted drafts; whether an emitted row is broken; whether all drafts were accepted and the bonus equals the token
+    behind them in the history (a hit, with `overlaps`); the accepted tokens and the bonus; then -1.
 
-    With `acceptance` (float32 [W - 1], by position in the draft) drafted tokens are accepted with these
-    probabilities, whatever they are: it measures the cost of a step where weights are random.
+    slots.refused, slots.short and slots.missed keep what the next step must know, on the device.
+
+    With `acceptance` (float32 [W - 1], by position in the draft) drafts are accepted with these probabilities instead:
+    it measures the cost of a step where weights are random.
     """
     num_bucket_requests, width = packed.shape
     width -= FIRST_TOKEN
