@@ -55,7 +55,7 @@ TOOL_FLAGS = {
     "memcheck": ["--padding", "1024", "--report-api-errors", "no"],
     "initcheck": ["--check-api-memory-access", "no"],
 }
-KERNEL_FILES = [f"tests/runtime/cuda/test_{name}.py" for name in ("attention", "linear", "rows", "sampling")]
+KERNEL_FILES = [f"tests/runtime/cuda/test_{name}.py" for name in ("attention", "linear", "rows", "sampling", "verdict")]
 # not those that capture a graph, nor large ones; one dtype
 KERNEL_TESTS = "not captured and not graph and not real_shapes and not common_sizes and not cuda-float"
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")

@@ -42,8 +42,8 @@ class CudaEarlyExit:
         self._drafter = drafter
         self._verifier = verifier
         self._confidence = confidence
-        self._parts = TargetParts(verifier.target)
-        self._ranks = Readback(1, self._parts.ranks.numel(), verifier.target.model.device)
+        self.parts = TargetParts(verifier.target)
+        self._ranks = Readback(1, self.parts.ranks.numel(), verifier.target.model.device)
 
     def run(self, step: LaunchedStep) -> Iterator[None]:
         """Enqueue a step."""
@@ -97,7 +97,7 @@ class CudaEarlyExit:
 
         None: it is not cut, because the step has prompts or more rows than the graphs.
         """
-        plan, parts, done = step.plan, self._parts, 0
+        plan, parts, done = step.plan, self.parts, 0
         shape = self._part_shape(plan, exiting.left)
         for point in rule.points:
             if not point.layer:
@@ -127,13 +127,13 @@ class CudaEarlyExit:
         if not plan.only_decodes:
             return None
         num_rows = plan.num_rows + num_drafted
-        return self._parts.shape(int(num_rows.sum()), max(int(num_rows.max()), self._verifier.usual_rows))
+        return self.parts.shape(int(num_rows.sum()), max(int(num_rows.max()), self._verifier.usual_rows))
 
     # ── graphs ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def prepare(self, layers: Sequence[int], update: Update = lambda done, total: None) -> None:
         """Capture the graphs of verifications that stop behind one of the layers."""
-        shapes, parts = self._exit_shapes(), self._parts
+        shapes, parts = self._exit_shapes(), self.parts
         candidates = candidates_of(parts.vocab_size)
         spans = [span for layer in layers for span in ((0, layer), (layer, parts.num_layers))]
         compile_all(
@@ -152,12 +152,12 @@ class CudaEarlyExit:
         target = self._verifier.target
         most = min(target.requests.slots.shape[0] * self._verifier.usual_rows, target.max_rows)
         sizes = [size for size in PART_BUCKETS if 1 < size <= most]
-        shapes = [self._parts.shape(size, self._verifier.usual_rows) for size in sizes]
+        shapes = [self.parts.shape(size, self._verifier.usual_rows) for size in sizes]
         return [shape for shape in reversed(shapes) if shape is not None]
 
     def forget(self) -> None:
         """Give up all graphs."""
-        self._parts.forget()
+        self.parts.forget()
 
 
 class TargetParts:

@@ -72,21 +72,21 @@ class CudaExecutor:
         self._slots = slots
         self._history = history
         self._resampler = Resampler(target, slots, sampler, history)
-        self._verifier = CudaVerifier(target, slots, self._resampler, max_length, acceptance)
-        width = self._verifier.packed.shape[1]
+        self.verifier = CudaVerifier(target, slots, self._resampler, max_length, acceptance)
+        width = self.verifier.packed.shape[1]
         self._buffers = deque(ResultBuffer(max_requests, width, device) for _ in range(MAX_STEPS))
         self._steps: deque[LaunchedStep] = deque()
         self._runs_ahead = runs_ahead
         self._is_compiled = False
         # optional mechanisms
         self._confidence: DraftConfidence | None = None
-        self._early_exit: CudaEarlyExit | None = None
+        self.early_exit: CudaEarlyExit | None = None
         self.overlap: CudaOverlap | None = None
         if drafter is not None:
             self._confidence = DraftConfidence(max_length, max_requests, device)
-            self._early_exit = CudaEarlyExit(drafter, self._verifier, self._confidence)
+            self.early_exit = CudaEarlyExit(drafter, self.verifier, self._confidence)
             if lanes is not None:
-                self.overlap = CudaOverlap(drafter, self._verifier, self._confidence, lanes)
+                self.overlap = CudaOverlap(drafter, self.verifier, self._confidence, lanes)
 
     # ── a step ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -122,12 +122,12 @@ class CudaExecutor:
             yield from self._draft(step)
             step.events.drafted()
             step.num_verified = self._resampler.prune(plan, step.num_drafted)
-            shape = self._verifier.launch(plan, step.num_verified)
+            shape = self.verifier.launch(plan, step.num_verified)
             step.events.verified()
-            self._verifier.resample(step, shape)
-            self._verifier.judge(shape)
+            self.verifier.resample(step, shape)
+            self.verifier.judge(shape)
         size = step.plan.slots.size
-        step.results.packed[:size].copy_(self._verifier.packed[:size], non_blocking=True)
+        step.results.packed[:size].copy_(self.verifier.packed[:size], non_blocking=True)
         step.events.finished()
         step.is_launched = True
 
@@ -136,8 +136,8 @@ class CudaExecutor:
         if step.plan.overlap is not None:
             assert self.overlap is not None
             return self.overlap.run(step, is_ahead=len(self._steps) > 1)
-        if step.plan.exits is not None and self._early_exit is not None:
-            return self._early_exit.run(step)
+        if step.plan.exits is not None and self.early_exit is not None:
+            return self.early_exit.run(step)
         return None
 
     def _draft(self, step: LaunchedStep) -> Iterator[None]:
@@ -268,7 +268,7 @@ class CudaExecutor:
         wanted = [(self.target, verification(size, 1)) for size in sizes]
         models = [self.target]
         if length and self.drafter is not None:
-            self._verifier.usual_rows = length + 1
+            self.verifier.usual_rows = length + 1
             most = min(max_requests * (length + 1), ROW_BUCKETS[-1])
             wanted += [(self.target, verification(size, length + 1)) for size in ROW_BUCKETS if 1 < size <= most]
             wanted += self.drafter.graphs(sizes, length)
@@ -302,7 +302,7 @@ class CudaExecutor:
                 shape = Shape(1, int(num_rows[0]), int(num_rows[0]), 1)
                 yield partial(model.forward, shape, num_rows, np.zeros(1, dtype=np.int64))
         for overlaps in (False, True):
-            yield partial(self._verifier.judge_all, overlaps=overlaps)
+            yield partial(self.verifier.judge_all, overlaps=overlaps)
 
     @torch.inference_mode()
     def prepare_overlap(self, splits: Collection[int], update: Update = lambda done, total: None) -> None:
@@ -316,10 +316,10 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def prepare_exits(self, layers: Sequence[int], update: Update = lambda done, total: None) -> None:
-        assert self._early_exit is not None
-        self._early_exit.prepare(layers, update)
+        assert self.early_exit is not None
+        self.early_exit.prepare(layers, update)
 
     def forget_exits(self) -> None:
         """Early exit will not be used: give up what was captured to measure it."""
-        if self._early_exit is not None:
-            self._early_exit.forget()
+        if self.early_exit is not None:
+            self.early_exit.forget()

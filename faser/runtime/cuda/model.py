@@ -93,9 +93,7 @@ class CudaModel:
         self._linear = linear.Workspace.allocate(device)
         self.tiling = Tiling(model, max_requests, max_rows, max_context)
         self._graphs: dict[Shape, Callable[[], None]] = {}
-        self._choosing: dict[
-            int, Callable[[], None]
-        ] = {}  # graphs of head and sampling, by wanted rows
+        self._choosing: dict[int, Callable[[], None]] = {}  # graphs of head and sampling, by wanted rows
         self.pages = torch.zeros(0, dtype=dtype, device=device)
 
     @property

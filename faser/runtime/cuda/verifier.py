@@ -30,7 +30,7 @@ class CudaVerifier:
         self.packed = torch.zeros(max_requests, FIRST_TOKEN + max_length + 1, dtype=torch.int32, device=device)
         self.usual_rows = 1  # rows of a request that drafts; fewer run as this many, so that there are few graphs
         self._slots = slots
-        self._acceptance = acceptance
+        self.acceptance = acceptance
 
     def launch(self, plan: StepPlan, num_drafted: IntArray, num_sms: int = 0) -> Shape:
         """The forward of a step with num_drafted [B] drafts to verify; the shape that ran."""
@@ -62,7 +62,7 @@ class CudaVerifier:
         target = self.target
         judge(
             target.choices, target.requests_of(shape), target.rows.cu_wanted[: shape.num_requests + 1], self._slots,
-            self.packed[: shape.num_requests], overlaps=overlaps, acceptance=self._acceptance,
+            self.packed[: shape.num_requests], overlaps=overlaps, acceptance=self.acceptance,
         )  # fmt: skip
 
     def judge_all(self, *, overlaps: bool) -> None:
@@ -70,7 +70,7 @@ class CudaVerifier:
         target = self.target
         judge(
             target.choices, target.requests, target.rows.cu_wanted, self._slots, self.packed,
-            overlaps=overlaps, acceptance=self._acceptance,
+            overlaps=overlaps, acceptance=self.acceptance,
         )  # fmt: skip
 
     def _num_judged(self, plan: StepPlan, num_drafted: IntArray) -> IntArray:

@@ -77,7 +77,7 @@ def assert_near(out, expected):
 
 
 def assert_all_near(layer, workspace=None, plan=None):
-    """Every product of the layer with one plan, or with those chosen."""
+    """Every product of the layer with one plan, or with the chosen plans."""
     num_rows, n = layer.residual.shape
     normed, gate_up = scratch(layer, n)
     out = unwritten(num_rows, n, layer.x)
@@ -199,7 +199,7 @@ def test_every_chosen_plan_fits_its_buffers(k, dtype):
 
 
 def test_a_gpu_with_less_shared_memory_loads_less_ahead(monkeypatch):
-    """Triton refuses what needs more than there is."""
+    """Triton refuses a kernel that needs more shared memory than the GPU has."""
     launched = []
     monkeypatch.setattr(linear, "_shared_bytes", lambda device: 48 * 1024)
     monkeypatch.setattr(linear, "tiles_kernel", {(2, 1): lambda *args, **options: launched.append(options["STAGES"])})

@@ -1,4 +1,4 @@
-"""Who runs out of GPU memory is told which flag to lower, and start-up says where the memory went."""
+"""An error about GPU memory says which flag to lower, and start-up logs how memory is divided."""
 
 import logging
 from dataclasses import replace
@@ -137,7 +137,7 @@ def test_a_step_without_memory_fails_with_advice_and_the_engine_goes_on(models, 
         def fail(*_):
             torch.empty(2**50, device="cuda")
 
-        patch.setattr(engine.executor._verifier, "launch", fail)
+        patch.setattr(engine.executor.verifier, "launch", fail)
         with pytest.raises(EngineError, match="lower --kv-memory"):
             engine.step()
     assert len(engine.abandon()) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from faser.cost.profile import Curve
 from faser.models.transformer import Transformer
@@ -18,20 +17,13 @@ from tests.tiny import CONFIGS, make_draft
 pytest.importorskip("triton")
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    if (request.param == "cpu") == torch.cuda.is_available():
-        pytest.skip("the interpreter serves where there is no CUDA device, and only there")
-    return request.param
-
-
 @pytest.fixture
 def target():
     return Transformer.random(replace(CONFIGS["llama3"], head_dim=16, num_layers=2), 0, std=0.3)
 
 
 def exit_graphs(engine) -> int:
-    parts = engine.executor._early_exit._parts
+    parts = engine.executor.early_exit.parts
     return len(parts._layers) + len(parts._rankings)
 
 
