@@ -5,12 +5,12 @@ floor, at 4.3 TB/s, what an H200 copies at. What comes on top is the start of ea
 each for the one before.
 
   product  one product of every layer in one CUDA graph, each with weights of its own, so that none is in the L2 cache;
-           norm, activation and residual included. `ours` is the plan that `linear.choose` takes, `cublas` is cuBLAS
-           behind our kernels for norm and activation.
+           norm, activation and residual included. `ours` is the plan that `linear_plans.choose` takes, `cublas` is
+           cuBLAS behind our kernels for norm and activation.
   stack    all products of all layers and the head as one graph, without attention. `plain` is torch: F.rms_norm, mm,
            silu, addmm.
   plans    other plans than the chosen one, product by product, the three fastest (in the document all): what
-           `linear.choose` is made from. A few layers do.
+           `linear_plans.choose` is made from. A few layers do.
 
     python3 -m benchmarks.cuda_linear [--models 1B 8B] [--rows 1 2 4 8 16 32 64 128] [--vocabulary 128256]
     python3 -m benchmarks.cuda_linear --plans [--products gate_up] [--layers 6] [--models 32B] …
@@ -38,7 +38,8 @@ from triton.runtime.errors import OutOfResources
 
 from faser.runtime.cuda import linear
 from faser.runtime.cuda.compile import compile_all
-from faser.runtime.cuda.linear import CUBLAS, Plan, Workspace
+from faser.runtime.cuda.linear import Workspace
+from faser.runtime.cuda.linear_plans import CUBLAS, TILE_ROWS, Plan, Product, choose, persistent
 from tools import inflate
 from tools.inflate import Shape
 
@@ -69,7 +70,7 @@ SHAPES = {
         intermediate_size=28672,
     ),
 }
-KINDS: dict[str, linear.Product] = {
+KINDS: dict[str, Product] = {
     "qkv": "norm", "out": "residual", "gate_up": "gate_up", "down": "residual", "head": "head",
 }  # fmt: skip
 MOST_SPLIT = 400  # programs that share K, where plans are tried
@@ -200,7 +201,7 @@ def measure(name: str, rows: list[int], vocabulary: int) -> list[dict[str, Any]]
 
 def candidates(product: str, num_rows: int, n: int, k: int) -> Iterator[Plan]:
     """Plans to be tried; n is the number of outputs, of the MLP's gate alone. Not every one can be launched."""
-    if num_rows > linear.TILE_ROWS:
+    if num_rows > TILE_ROWS:
         yield CUBLAS
         return
     num_blocks = -(-n // 64)
@@ -220,7 +221,7 @@ def candidates(product: str, num_rows: int, n: int, k: int) -> Iterator[Plan]:
             yield Plan("chunks", block_n, block_k, warps, per_sm=per_sm)
     for block_n, warps, programs in itertools.product((1, 2), (4, 8, 16), (132, 264, 396)):
         if 512 * warps <= k <= 1024 * warps and programs * block_n < n:
-            yield linear._walk(block_n, k, warps, programs, n)
+            yield persistent(block_n, k, warps, programs, n)
 
 
 def try_plans(name: str, rows: list[int], vocabulary: int, products: list[str], layers: int) -> list[dict[str, Any]]:
@@ -230,7 +231,7 @@ def try_plans(name: str, rows: list[int], vocabulary: int, products: list[str], 
         stack.allocate(num_rows)
         n, k = weight_shape(shape, product, vocabulary)
         n //= 1 + (product == "gate_up")
-        chosen = linear.choose(KINDS[product], num_rows, n, k, torch.bfloat16)
+        chosen = choose(KINDS[product], num_rows, n, k, torch.bfloat16)
         plans = list(dict.fromkeys((chosen, *candidates(product, num_rows, n, k))))
         found: list[tuple[float, Plan]] = []
         with patch.object(linear, "MAX_SPLIT_PROGRAMS", MOST_SPLIT):

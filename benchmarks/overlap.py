@@ -170,7 +170,7 @@ def best_split(cost: ProfiledCost | None, batch: int) -> int:
 def play(engine: Engine, args: argparse.Namespace) -> Iterator[Line]:
     for acceptance in args.acceptance:
         if acceptance is not None:
-            engine.executor._acceptance.fill_(acceptance)  # type: ignore[attr-defined]
+            engine.executor.verifier.acceptance.fill_(acceptance)  # type: ignore[attr-defined]
         for batch in args.batches:
             kinds: list[tuple[Policy, str]] = [
                 (Fixed(length), how) for how in ("off", "lead") for length in args.lengths

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from faser.models.config import ModelConfig
 from faser.models.source import PatchSource, Source, open_draft, open_target
 from faser.models.transformer import Transformer
 from faser.policy import Policy
-from faser.policy.early_exit import EarlyExit
+from faser.policy.early_exit import EarlyExit, can_pay
 from faser.policy.overlap import Overlap, worthwhile
 from faser.progress import progress_bar
 from faser.rules.early_exit import candidates_of, layers_at
@@ -85,6 +86,8 @@ def _load_sources(model: str | None, draft: str | None, options: EngineOptions) 
     device = make_device(options.device)
     require_room(options.kv_memory, device.memory)
     configs = [source.config] + ([draft_source.config] if draft_source is not None else [])
+    for role, config in zip(("target", "draft"), configs, strict=False):
+        device.require_heads(role, config)
     budget = options.kv_memory or device.default_kv_memory()
     if budget is not None and options.num_pages is None:
         models = [(c, _dtype(options, c, device)) for c in configs]
@@ -199,8 +202,8 @@ def _make_overlap(made: _Made, options: EngineOptions, cost: ProfiledCost | None
         splits = worthwhile(cost)
         if not splits:
             log.info("overlap is off: by the profile it does not pay for any batch size")
-            if hasattr(made.executor, "forget_parts"):
-                made.executor.forget_parts()
+            if hasattr(made.executor, "forget_overlap"):
+                made.executor.forget_overlap()
             return None
         log.info("overlap may be used; SMs for drafting: %s", sorted(splits))
         if hasattr(made.executor, "prepare_overlap"):  # only an executor with graphs
@@ -216,7 +219,31 @@ def _make_exits(made: _Made, options: EngineOptions, cost: ProfiledCost | None) 
     has_price = cost is not None and cost.profile.exit_check is not None
     if made.draft is None or mode == "off" or (mode == "auto" and not has_price):
         return None
-    return EarlyExit(mode, made.target.num_layers, cost, depths=made.device.exit_depths)
+    depths = made.device.exit_depths
+    if hasattr(made.executor, "prepare_exits"):  # it has graphs
+        depths = _prepare_exits(made, mode, cost)
+        if not depths:
+            log.info("no draft leaves a verification early: it would not pay for any batch")
+            return None
+    return EarlyExit(mode, made.target.num_layers, cost, depths=depths)
+
+
+def _prepare_exits(made: _Made, mode: str, cost: ProfiledCost | None) -> tuple[float, ...]:
+    """The depths at which an exit can pay (`on`: all of them). Their graphs are captured, all others given up."""
+    num_layers, depths = made.target.num_layers, made.device.exit_depths
+    if mode == "auto":
+        assert cost is not None
+        # a policy that does not go by cost drafts its length whatever that costs
+        length = None if getattr(made.policy, "needs_cost", False) else _usual_length(made.policy, made.draft) or None
+        most = made.limits.max_running
+        depths = tuple(d for d in depths if can_pay(cost, int(d * num_layers), num_layers, most, length))
+    layers = [layer for layer in layers_at(depths, num_layers) if layer]
+    executor: Any = made.executor
+    executor.forget_exits()
+    if layers:
+        with progress_bar("capturing graphs for early exit") as update:
+            executor.prepare_exits(layers, update)
+    return depths
 
 
 def measure_profile(pair: LoadedPair, options: EngineOptions, budget: float | None = None) -> tuple[Profile, float]:
@@ -260,7 +287,6 @@ def _make_executor(
             sampler=Sampler(limits.max_running, target.config.vocab_size, history, compiler),
             num_pages=options.num_pages,
             kv_memory=options.kv_memory,
-            exit_layers=_exit_layers(policy, draft, options, device, target.num_layers),
             acceptance=options.acceptance,
         )
     )
@@ -269,16 +295,6 @@ def _make_executor(
 
 def _usual_length(policy: Policy, draft: Draft) -> int:
     return policy.max_length if draft is not None else 0
-
-
-def _exit_layers(
-    policy: Policy, draft: Draft, options: EngineOptions, device: Device, num_layers: int
-) -> tuple[int, ...]:
-    """The layers at which verifications may exit, as far as that is known before there is a profile."""
-    is_priced = policy.needs_cost or options.profile is not None
-    if draft is None or options.early_exit == "off" or (options.early_exit == "auto" and not is_priced):
-        return ()
-    return tuple(layer for layer in layers_at(device.exit_depths, num_layers) if layer)
 
 
 # ── profiles ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -65,7 +65,7 @@ class Loops:
 
         self.runs.check_time()
         take_policy(self.engine, policy)
-        self.engine.executor.ragged = ragged  # type: ignore[attr-defined]
+        self.engine.executor.drafter.ragged = ragged  # type: ignore[attr-defined]
         workload = self.workloads[concurrency]
         if warms:
             warm, _ = warm_ups_of(workload, max(WARM_UP, concurrency))

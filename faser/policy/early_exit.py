@@ -18,6 +18,8 @@ from faser.arrays import BoolArray, FloatArray
 from faser.cost.profiled_cost import ProfiledCost
 from faser.cost.work import Work, work_of
 from faser.errors import ConfigError
+from faser.limits import ADAPTIVE_MAX_LENGTH
+from faser.policy.estimates import step_seconds
 from faser.rules.early_exit import BY_RANK, DEPTHS, NUM_FEATURES, ExitPoint, ExitReadings, ExitRule, kept_by, layers_at
 from faser.step import StepPlan, StepResult
 
@@ -28,6 +30,9 @@ RECENT_TRIALS = 64  # of which dropped_share and false_share are taken
 MIN_TRIED = 256  # tried drafts before there is a score
 TRIAL_INTERVAL = 128  # drafting steps between two trials, once there is a score
 WARMUP_TRIAL_FACTOR = 16  # trials are this many times as frequent before there is one
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # requests, for which `can_pay` asks
+LIKELY_RATES = (0.5, 0.7, 0.8, 0.9, 0.95)  # acceptance rates
+CONTEXT = 512  # tokens of each request
 RIDGE = 1e-2
 NEWTON_STEPS = 8
 
@@ -162,6 +167,29 @@ class EarlyExit:
             return profile.prompts.sizes
         beyond = tuple(size for size in profile.prompts.sizes if size > profile.verify.max_rows)
         return profile.verify.sizes + beyond if profile.verify.sizes else ()
+
+
+def can_pay(cost: ProfiledCost, layer: int, num_layers: int, max_requests: int, length: int | None = None) -> bool:
+    """Whether `auto` could ever exit behind a layer: for some batch size and acceptance rate, if it knew everything.
+
+    Drafts have `length` tokens; None: the length with the most tokens per second.
+    """
+    exits = EarlyExit("auto", num_layers, cost)
+    for size in (each for each in BATCH_SIZES if each <= max_requests):
+        context = np.full(size, CONTEXT)
+        for rate in LIKELY_RATES:
+            tokens = np.cumsum(rate ** np.arange(ADAPTIVE_MAX_LENGTH + 1))  # by length, of one request, bonus included
+            drafted = length
+            if drafted is None:
+                lengths = range(ADAPTIVE_MAX_LENGTH + 1)
+                drafted = max(lengths, key=lambda n: tokens[n] / step_seconds(cost, np.full(size, n), context))
+            if not drafted:
+                continue
+            refused_share = 1 - rate * (1 - rate**drafted) / (1 - rate) / drafted
+            work = Work(size * (drafted + 1), 0, size * CONTEXT, size, 0, size * CONTEXT)
+            if exits._saving(work, size * drafted, layer, refused_share) > 0:
+                return True
+    return False
 
 
 class ExitScore:

@@ -24,6 +24,7 @@ from faser.limits import ADAPTIVE_MAX_LENGTH
 from faser.policy.acceptance import Acceptance
 from faser.policy.base import BatchView, Outcome
 from faser.policy.estimates import ragged_seconds, reaches
+from faser.rules.overlap import MAX_REQUESTS
 
 MODES = ("auto", "on", "off")
 # How much faster overlapping must be to begin, and to continue. Acceptance rates are estimates, a switch costs drafts,
@@ -34,7 +35,7 @@ RIDING_CHUNKS = range(2, ADAPTIVE_MAX_LENGTH + 1)  # of a chunk of one token not
 LEADS = range(1, ADAPTIVE_MAX_LENGTH + 1)
 LIKELY_RATES = (0.5, 0.7, 0.8, 0.9, 0.95)  # acceptance rates that are tried before any is known
 STEPS_BETWEEN_DECISIONS = 4  # for the same batch: a decision takes the host a millisecond or two
-BATCH_SIZES = (1, 2, 4)  # requests; larger batches never overlap
+BATCH_SIZES = (1, 2, MAX_REQUESTS)  # that `worthwhile` looks at
 CONTEXT = 512  # tokens of each request, before any is known
 
 
@@ -91,7 +92,7 @@ class Overlap:
             return Chunks(lengths + (lead > 0), lead, self._draft_sms)
         cost = view.cost
         # Large batches and prompts rarely gain, and there are no graphs of them on a part of the device.
-        is_unsuitable = view.num_requests > BATCH_SIZES[-1] or view.num_prefill_rows > 0
+        is_unsuitable = view.num_requests > MAX_REQUESTS or view.num_prefill_rows > 0
         if cost is None or not cost.splits or not lengths.any() or is_unsuitable:
             self._best, self._decided_for = None, ()
             return None

@@ -20,6 +20,8 @@ import numpy as np
 
 from faser.arrays import BoolArray, IntArray
 
+MAX_REQUESTS = 4  # larger batches never overlap
+
 
 @dataclass(frozen=True)
 class OverlapPlan:

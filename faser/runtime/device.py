@@ -13,6 +13,7 @@ from faser.engine.prompt_pace import Pacing
 from faser.errors import ConfigError
 from faser.limits import Limits
 from faser.machine import DEVICES
+from faser.models.config import ModelConfig
 from faser.models.transformer import Transformer
 from faser.runtime.sampling import Sampler
 
@@ -32,7 +33,6 @@ class Parts:
     sampler: Sampler  # reads it
     num_pages: int | None  # of each model, as the user asked, or
     kv_memory: int | None  # bytes for both; neither: the device's choice
-    exit_layers: tuple[int, ...]  # of the target, after which drafts may be dropped: likewise to be prepared for
     acceptance: float | None  # accept drafts with this probability, whatever they say: for measuring
 
     @property
@@ -112,6 +112,10 @@ class Device(Protocol):
     @property
     def memory(self) -> int:
         """Bytes of the whole device."""
+        ...
+
+    def require_heads(self, role: str, config: ModelConfig) -> None:
+        """Raise ConfigError if the device's attention cannot compute the heads of a model (`role`: target or draft)."""
         ...
 
     def default_kv_memory(self) -> int | None:

@@ -14,7 +14,7 @@ from faser.cost.profiled_cost import ProfiledCost
 from faser.engine.engine import Engine
 from faser.errors import ConfigError
 from faser.policy import Fixed
-from faser.policy.early_exit import MIN_TRIED, WINDOW, EarlyExit, ExitScore, make_point
+from faser.policy.early_exit import MIN_TRIED, WINDOW, EarlyExit, ExitScore, can_pay, make_point
 from faser.rules.early_exit import Exiting, ExitPoint, ExitReadings, ExitRule, features_of
 from faser.runtime.profiling.batches import Batch
 from faser.runtime.profiling.steps import Steps
@@ -90,6 +90,16 @@ def test_there_are_no_trials_where_even_perfect_knowledge_would_not_pay():
         "the profile has no price of a check"
     )
     assert EarlyExit("on", LAYERS).rule_for(plan_of(8, 0)) is None, "nothing is drafted"
+
+
+def test_an_exit_can_pay_where_auto_would_choose_it_for_some_batch():
+    cheap, dear = cost_with(1e-5), cost_with(1.0)
+    assert can_pay(cheap, 16, LAYERS, max_requests=256)
+    assert not can_pay(dear, 16, LAYERS, max_requests=256)
+    assert can_pay(dear, 0, LAYERS, max_requests=256), "before the first layer nothing is checked in the target"
+    assert not can_pay(cheap, 16, LAYERS, max_requests=256, length=1), "verifying one draft less saves nothing"
+    flat = replace(H200, verify=Curve((512,), (4e-3,), (0.0,), 512), prompts=Curve((512,), (4e-3,), (0.0,)))
+    assert not can_pay(cost_with(0.0, flat), 16, LAYERS, max_requests=256), "all numbers of rows cost the same"
 
 
 def test_auto_goes_from_trials_to_a_rule_if_the_rule_saves_more_than_it_costs():

@@ -8,6 +8,7 @@ import torch
 
 from faser.engine import prompt_pace
 from faser.errors import ConfigError
+from faser.models.config import ModelConfig
 from faser.models.transformer import Transformer
 from faser.rules.early_exit import DEPTHS
 from faser.runtime.cpu.drafter import Drafter, ModelDrafter, NgramDrafter
@@ -35,6 +36,9 @@ class CpuDevice:
     @property
     def memory(self) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def require_heads(self, role: str, config: ModelConfig) -> None:
+        """All heads can be computed."""
 
     def default_kv_memory(self) -> int:
         """A quarter of the machine, at most 4 GiB; only pages that are used take memory."""

@@ -1,16 +1,16 @@
 """Kernels compiled ahead of their first launch, many at a time.
 
 Knows Triton's kernels and its compiler; knows nothing of models, shapes or graphs. Triton compiles a variant of a
-kernel when it is first launched, and an engine launches some seventy of them: half a minute, one after the other. Here
-launches are made dry: they are looked at and not carried out, and what they need is compiled by all cores.
+kernel at its first launch. An engine launches some seventy variants: half a minute if compiled one after the other.
+Here launches are dry: they are recorded and not carried out, and all cores compile the variants they need.
 
-Threads do, because the compiler's passes and the assembler run outside Python's lock: two threads are 1.8 times as fast
-as one. What needs the lock is an eighth of the work, building a kernel's first form from its source. Processes would
-escape that, but each would import torch and the kernels first, which takes longer than is left to gain. Nothing is
-compiled before all launches have been seen, for those would wait for the lock at every turn.
+Threads suffice, because the compiler's passes and the assembler run outside Python's lock: two threads are 1.8 times as
+fast as one. An eighth of the work needs the lock: building a kernel's first form from its source. Processes would not
+share the lock, but each would import torch and the kernels first, which takes longer than the gain. Nothing is compiled
+before all launches are recorded, because recording needs the lock.
 
 Older versions of Triton also have a C compiler make a launcher for each signature, at the first launch; that is done
-here, too. All of it ends up in Triton's cache on disk, so the next start finds it there.
+here, too. All results are kept in Triton's cache on disk, where the next start finds them.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found"
@@ -33,14 +33,14 @@ from faser.progress import Update
 
 log = logging.getLogger("faser.engine")
 
-ALIGNED = 16  # bytes; a variant is for pointers that are multiples of this, or for any
+ALIGNED = 16  # bytes; a variant of a kernel is for pointers that are multiples of this, or for any pointers
 
 
 def compile_all(runs: Iterable[Callable[[], None]], update: Update = lambda done, total: None) -> None:
-    """Compile whatever kernels `runs` would launch. Each is called once, and its kernels are not launched.
+    """Compile all kernels that `runs` would launch. Each run is called once, and its kernels are not launched.
 
-    What else a run does is done: torch's own operations see buffers that no kernel has written. A kernel that cannot be
-    compiled here is left to its first launch, which says why. In Triton's interpreter there is nothing to compile.
+    Other operations of a run are carried out, on buffers that no kernel has written. A kernel that cannot be compiled
+    here fails at its first launch, which says why. In Triton's interpreter there is nothing to compile.
     """
     if knobs.runtime.interpret:
         return
@@ -59,13 +59,13 @@ def compile_all(runs: Iterable[Callable[[], None]], update: Update = lambda done
 
 @contextmanager
 def _dry_launches() -> Iterator[None]:
-    """Within it a launch compiles, as the active mode has it, and does no more; those that look alike do so once."""
+    """Launches inside only compile, in the active mode, and once for each variant."""
     run, seen = JITFunction.run, set()
 
     def dry_run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        looks = (id(kernel), *map(_looks, args), *((name, _looks(value)) for name, value in options.items()))
-        if looks not in seen:
-            seen.add(looks)
+        variant = (id(kernel), *map(_traits, args), *((name, _traits(value)) for name, value in options.items()))
+        if variant not in seen:
+            seen.add(variant)
             run(kernel, *args, grid=grid, warmup=True, **options)
 
     JITFunction.run = dry_run
@@ -75,15 +75,15 @@ def _dry_launches() -> Iterator[None]:
         JITFunction.run = run
 
 
-def _looks(argument: Any) -> tuple[Any, ...]:
-    """At least what tells variants of a kernel apart."""
+def _traits(argument: Any) -> tuple[Any, ...]:
+    """All that distinguishes variants of a kernel, and perhaps more."""
     if isinstance(argument, Tensor):
         return Tensor, argument.dtype, argument.data_ptr() % ALIGNED == 0
     return type(argument), argument
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Threads that begin when told to. A kernel whose launcher nobody has made yet gets it as well."""
+    """Threads that begin at `start`. They also make the launcher of each new signature."""
 
     def __init__(self, num_threads: int) -> None:
         super().__init__(num_threads)

@@ -9,15 +9,19 @@ import torch
 
 from faser.engine import prompt_pace
 from faser.errors import ConfigError
+from faser.models.config import ModelConfig
 from faser.models.transformer import Transformer
 from faser.progress import progress_bar
-from faser.runtime.cpu.drafter import NgramDrafter
+from faser.runtime.cuda.drafter import CudaDrafter, CudaModelDrafter, CudaNgramDrafter
 from faser.runtime.cuda.executor import CudaExecutor
 from faser.runtime.cuda.lanes import Lanes
 from faser.runtime.cuda.memory import Ledger, explained_shortage, fitting_pages
-from faser.runtime.cuda.model import MIXED_BUCKETS, ROW_BUCKETS, CudaModel
+from faser.runtime.cuda.model import CudaModel
 from faser.runtime.cuda.sampling import Slots
+from faser.runtime.cuda.shapes import MIXED_BUCKETS, ROW_BUCKETS
 from faser.runtime.device import Parts, Profiling, Speeds
+
+MIN_HEAD_DIM = 16  # the narrowest operand of a tensor core
 
 log = logging.getLogger("faser.engine")
 
@@ -30,7 +34,7 @@ class CudaDevice:
     max_batch_tokens = 4096
     pacing = replace(prompt_pace.GPU, row_sizes=MIXED_BUCKETS)
     runs_ahead = True  # a step is planned while the one before it runs
-    exit_depths = (0.0, 0.5)  # of every further one there would be as many graphs again
+    exit_depths = (0.0, 0.5)  # each further depth would need as many graphs again
     profiling = Profiling(18.0, ROW_BUCKETS, MIXED_BUCKETS, most_rows=1024, most_context=2**18, most_prompt_rows=4096)
     speeds = Speeds(3e12, 4e14, layer_seconds=1e-5, host_seconds=1e-4, stop_seconds=None)
 
@@ -42,6 +46,14 @@ class CudaDevice:
     def memory(self) -> int:
         return int(torch.cuda.mem_get_info()[1])
 
+    def require_heads(self, role: str, config: ModelConfig) -> None:
+        size = config.head_dim
+        if size < MIN_HEAD_DIM or size & (size - 1):
+            raise ConfigError(
+                f"the {role} has head_dim={size}: a GPU's attention takes powers of two from {MIN_HEAD_DIM} on; "
+                "use another model or --device cpu"
+            )
+
     def default_kv_memory(self) -> None:
         return None
 
@@ -51,6 +63,8 @@ class CudaDevice:
 
     def _make_executor(self, parts: Parts) -> tuple[CudaExecutor, int]:
         limits, device = parts.limits, parts.target.device
+        for role, model in zip(("target", "draft"), parts.models, strict=False):
+            self.require_heads(role, model.config)
         if limits.max_running > ROW_BUCKETS[-1]:
             raise ConfigError(f"max_running={limits.max_running}: a GPU batch has at most {ROW_BUCKETS[-1]} requests")
         ledger = Ledger(sum(model.num_bytes for model in parts.models)) if device.type == "cuda" else None
@@ -72,20 +86,24 @@ class CudaDevice:
 
         target = on_device(parts.target, False)
         draft = on_device(parts.draft, True) if parts.draft is not None else None
+        drafter: CudaDrafter | None = None
+        if draft is not None:
+            drafter = CudaModelDrafter(draft)
+        elif parts.uses_ngrams:
+            drafter = CudaNgramDrafter(slots, parts.history.numpy())
         acceptance = None
         if parts.acceptance is not None:
             acceptance = torch.full((max(1, parts.max_length),), parts.acceptance, device=device)
         executor = CudaExecutor(
             target,
-            draft,
+            drafter,
             slots,
             parts.sampler,
             parts.history.numpy(),
-            ngrams=NgramDrafter(parts.history) if parts.uses_ngrams else None,
             max_length=parts.max_length,
             acceptance=acceptance,
             runs_ahead=self.runs_ahead,
-            lanes=lanes,
+            lanes=lanes if draft is not None else None,
         )
         if ledger is not None:
             ledger.buffers_are_made()
@@ -99,7 +117,7 @@ class CudaDevice:
         if draft is not None:
             draft.allocate_pages(num_pages)
         with progress_bar("compiling kernels and capturing graphs") as update:
-            executor.prepare(parts.usual_length, update, parts.exit_layers)
+            executor.prepare(parts.usual_length, update)
         if ledger is not None:
             log.info("%s", ledger.graphs_are_made(num_pages * page_bytes, num_pages * parts.page_size))
         return executor, num_pages

@@ -1,18 +1,18 @@
-"""What a request asks of its distribution beside a temperature, on the device; and its log-probabilities.
+"""Filters, penalties and bias of requests on the device, and log-probabilities.
 
 Knows the parameters of each slot and reads the tokens of its history: bias, penalties, the ban on end tokens, top_k,
 top_p and min_p turn a row of logits into one in which forbidden tokens are minus infinity. Does not know noise, models,
-drafts or grammars; who chooses from such a row need not know of filters, since a token's noise depends on its id alone.
+drafts or grammars. Sampling does not know of filters: the noise of a token depends only on its id.
 
-The truth is faser/runtime/sampling.py: the same float32 operations in the same order, the same rules for ties. What may
-differ is the last bit of an exp or a log, and of float64 sums made in another order, so that top_p may cut one token
-earlier or later where the mass up to a token is top_p to seven digits, or where two weights are a unit apart in the
-last place. All other filters, the adjustments and the order of log-probabilities are exact.
+The reference is faser/runtime/sampling.py: the same float32 operations in the same order, the same rules for ties. The
+last bit of an exp or a log may differ, and float64 sums are made in another order. So top_p may cut one token earlier
+or later if the mass up to a token is top_p to seven digits, or if two weights differ by one unit in the last place. All
+other filters, the adjustments and the order of log-probabilities are exact.
 
-The host knows who asks for what and never waits for the device: what a call needs of its rows travels in a few small
-copies out of page-locked memory, and no shape depends on what is in a tensor. Nothing here is captured in a graph.
+The host never waits for the device: the parameters of a call's rows travel in a few small copies from page-locked
+memory, and no shape depends on the content of a tensor. Nothing here is captured in a graph.
 
-Shapes: S rows of one call, R some of those rows, V the tokens of the vocabulary, K the log-probabilities asked for.
+Shapes: S rows of one call, R some rows of the call, V tokens of the vocabulary, K log-probabilities asked for.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from faser.request import SamplingParams, TokenLogprobs
 from faser.runtime.cuda.sampling import MIN_TEMPERATURE
 from faser.runtime.cuda.transfer import send
 
-SMALL_TOP_K = 256  # up to here top_p looks at the best tokens only; beyond, and without top_k, it sorts the row
+SMALL_TOP_K = 256  # up to this top_k, top_p reads only the best tokens; otherwise it sorts the row
 
 _LOWEST = float(np.finfo(np.float32).min)
 
@@ -62,16 +62,16 @@ class Filters:
         self._vocab_size = vocab_size
         self._device = torch.device(device)
         # each [max_slots]
-        self.is_special = np.zeros(max_slots, np.bool_)  # some of its rows may need `apply` or `logprobs`
+        self.is_special = np.zeros(max_slots, np.bool_)  # some rows of the slot may need `apply` or `logprobs`
         self.num_logprobs = np.full(max_slots, -1, np.int64)  # -1: not asked for
         self._always = np.zeros(max_slots, np.bool_)  # all rows of the slot are changed
         self._penalised = np.zeros(max_slots, np.bool_)
         self._filtered = np.zeros(max_slots, np.bool_)
-        self._num_banned = np.zeros(max_slots, np.int64)  # leading outputs that may not be a stop id
+        self._num_banned = np.zeros(max_slots, np.int64)  # first outputs that must not be a stop id
         # [max_slots, columns]
         self._table = np.zeros((max_slots, len(_COLUMN)))
-        self._bias: dict[int, tuple[IntArray, NDArray[np.float32]]] = {}  # of the slots that have any, as are these
-        self._stop_ids: dict[int, IntArray] = {}
+        self._bias: dict[int, tuple[IntArray, NDArray[np.float32]]] = {}  # by slot, only of slots that have a bias
+        self._stop_ids: dict[int, IntArray] = {}  # by slot
 
     def admit(self, slot: int, params: SamplingParams, num_prompt: int, stop_ids: Sequence[int]) -> None:
         """Give `slot` to a request. `stop_ids` are banned while it has fewer than min_tokens outputs."""
@@ -90,7 +90,7 @@ class Filters:
         self.is_special[slot] = self._always[slot] | (self._num_banned[slot] > 0) | (params.logprobs is not None)
 
     def _fill_table(self, slot: int, params: SamplingParams, num_prompt: int) -> None:
-        """A greedy request has no filters, whatever its parameters say."""
+        """A greedy request has no filters: its parameters for them are ignored."""
         sampled = params.temperature > 0
         values = {
             "num_prompt": num_prompt,
@@ -107,14 +107,14 @@ class Filters:
         self._filtered[slot] = values["top_k"] > 0 or values["top_p"] < 1 or values["log_min_p"] > -math.inf
 
     def changes(self, slots: IntArray, positions: IntArray) -> NDArray[np.bool_]:
-        """Which rows `apply` does anything to: [S], [S] -> [S]."""
+        """Which rows `apply` changes: [S], [S] -> [S]."""
         return self._always[slots] | self._bans(slots, positions)
 
     def apply(self, logits: Tensor, slots: IntArray, positions: IntArray, history: Tensor) -> Tensor:
         """The logits to choose from: float32 [S, V], [S], [S], history int32 [max_slots, max_len] -> float32 [S, V].
 
-        A row that samples position t sees the prefix history[slot, :t], drafts included. Leaves `logits` as it was.
-        What becomes of a row that holds a NaN or no finite best is left open.
+        A row that samples position t sees the prefix history[slot, :t], drafts included. `logits` is not changed. The
+        result for a row with a NaN or without a finite maximum is undefined.
         """
         rows = self._send_rows(slots, positions)
         scores = self._adjust(logits, slots, positions, rows, history)
@@ -152,12 +152,12 @@ class Filters:
         return scores
 
     def _places(self, rows: Sequence[int], token_ids: Sequence[IntArray]) -> Tensor:
-        """Where the tokens of some rows lie in the flat scores, [S * V]; on the device."""
+        """Indices of the tokens of some rows in the flat scores, [S * V]; on the device."""
         flat = [row * self._vocab_size + some for row, some in zip(rows, token_ids, strict=True)]
         return send(np.concatenate(flat), self._device)
 
     def _penalise(self, scores: Tensor, slots: IntArray, rows: _Rows, history: Tensor) -> Tensor:
-        """Repetition for each token of the prefix; presence and frequency for each token put out so far."""
+        """Repetition for each token of the prefix; presence and frequency for each output token so far."""
         # [S, longest prefix]
         token_ids = history.index_select(0, rows.slot.view(-1).long()).long()
         column = torch.arange(token_ids.shape[1], device=token_ids.device)
@@ -176,8 +176,8 @@ class Filters:
     # --- top_k, top_p, min_p -----------------------------------------------------------------------------------------
 
     def _filter(self, scores: Tensor, slots: IntArray, rows: _Rows) -> Tensor:
-        """In rows at their temperature, what is dropped becomes minus infinity; so do then the scores."""
-        # log p up to a constant: the best becomes 0, so that no temperature overflows. [S, V]
+        """Tokens that are dropped, by their probabilities at the row's temperature, get the score minus infinity."""
+        # log p up to a constant: the best token has 0, so that no temperature overflows. [S, V]
         scaled = scores - scores.amax(dim=-1, keepdim=True).clamp(min=_LOWEST)
         scaled *= rows.inverse_temperature.float()
         top_k, top_p = self._column("top_k", slots), self._column("top_p", slots)
@@ -198,13 +198,13 @@ class Filters:
 
 
 def _count(token_ids: Tensor, counted: Tensor, scores: Tensor) -> Tensor:
-    """How often each token occurs: ids int64 [S, L], those that count bool [S, L] -> int32, shaped like the scores."""
+    """How often each token occurs: ids int64 [S, L], which of them count bool [S, L] -> int32, shaped like scores."""
     counts = torch.zeros_like(scores, dtype=torch.int32)
     return counts.scatter_add_(1, token_ids, counted.int())
 
 
 def _keep_top_k(scaled: Tensor, top_k: Tensor, largest: int) -> None:
-    """In place: drop what is below the k-th best of a row, ties with it stay. [S, V], int64 [S, 1]; 0 keeps all."""
+    """In place: drop tokens below the k-th best of a row; ties stay. [S, V], int64 [S, 1]; 0 keeps all."""
     kth = scaled.topk(largest, dim=-1).values.gather(1, (top_k - 1).clamp(min=0))
     scaled.masked_fill_((scaled < kth) & (top_k > 0), -math.inf)
 
@@ -223,10 +223,10 @@ def _keep_top_p(scaled: Tensor, top_p: Tensor, num_best: int) -> Tensor:
 
 
 def _cut(weight: Tensor, top_p: Tensor, num_best: int) -> tuple[Tensor, Tensor]:
-    """How many of the heaviest tokens reach top_p, and the weight of the last of them: [R, V], [R, 1] -> [R, 1] each.
+    """How many of the heaviest tokens reach top_p, and the weight of the last one: [R, V], [R, 1] -> [R, 1] each.
 
-    Only the num_best heaviest are looked at: V, or at least as many as a row's top_k. In the latter case what else
-    has a weight ties with the k-th best, and so with the last one looked at.
+    Only the num_best heaviest are read: V, or at least a row's top_k. In the latter case all other tokens that have a
+    weight tie with the k-th best, and so with the last one read.
     """
     num_tokens = weight.shape[1]
     # [R, num_best]
@@ -235,7 +235,7 @@ def _cut(weight: Tensor, top_p: Tensor, num_best: int) -> tuple[Tensor, Tensor]:
     wanted = top_p * weight.sum(dim=-1, keepdim=True, dtype=torch.float64)
     size = torch.searchsorted(mass, wanted) + 1
     least = best.gather(1, size.clamp(max=num_best) - 1)
-    missing = (wanted - mass[:, -1:]) / best[:, -1:]  # tokens like the last one; negative or NaN where none is missing
+    missing = (wanted - mass[:, -1:]) / best[:, -1:]  # tokens like the last one; negative or NaN if none is missing
     more = missing.ceil().clamp(0, num_tokens).nan_to_num().long()
     return torch.where(size > num_best, num_best + more, size), least
 
@@ -247,7 +247,7 @@ def logprobs(logits: Tensor, chosen: Tensor, count: int) -> Tensor:
     """The model's own log-probabilities, for one copy to the host: float32 [S, V], int32 [S] -> int32 [S, 2 + 2K].
 
     A row holds the chosen token, the bits of its log-probability, the `count` most likely tokens, best first and ties
-    by id, and the bits of theirs. The order is that of unique integer keys, so it depends on no algorithm's whim.
+    by id, and the bits of their log-probabilities. The order is that of unique integer keys, so it is deterministic.
     """
     count = min(count, logits.shape[1])
     # [S, V]
@@ -262,7 +262,7 @@ def logprobs(logits: Tensor, chosen: Tensor, count: int) -> Tensor:
 
 
 def unpack_logprobs(packed: NDArray[np.int32], counts: IntArray) -> list[TokenLogprobs]:
-    """Rows that `logprobs` packed, [S, 2 + 2K], for requests that asked for so many, [S]."""
+    """Rows that `logprobs` packed, [S, 2 + 2K], for requests that asked for `counts` [S] most likely tokens."""
     num_top = packed.shape[1] // 2 - 1
     token_ids = packed[:, 2 : 2 + num_top].tolist()
     values = np.ascontiguousarray(packed[:, 2 + num_top :]).view(np.float32).tolist()

@@ -1,11 +1,11 @@
 """Parts of the device: streams whose kernels keep to some of its SMs.
 
 Knows the driver's green contexts and nothing of models or graphs. A device is split in two, once for each number of SMs
-of the smaller part, and stays so until the end. A graph keeps to the SMs of the stream it was captured on, whichever
-stream it is launched on; so graphs are captured here, and nothing is ever launched here.
+of the smaller part, and stays split until `close`. A graph keeps to the SMs of the stream it was captured on, on any
+stream it is launched on. So graphs are captured on these streams and never launched on them.
 
-Our own products are told how many SMs there are (faser/runtime/cuda/linear.py). cuBLAS is not: on an H200 it is slower
-when it is (`docs/lab.md`).
+Our own products know the number of SMs of their part (faser/runtime/cuda/linear.py). cuBLAS does not: on an H200 it is
+slower with it (`docs/lab.md`).
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found"
@@ -25,7 +25,7 @@ SMALLER_PARTS = (32, 64)  # SMs of the smaller part: on Hopper a multiple of 8
 
 
 class Lanes:
-    """The streams of parts, by their number of SMs: no two parts have as many."""
+    """One stream for each part of the device. Parts are named by their number of SMs, which differ."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -37,11 +37,11 @@ class Lanes:
 
     @property
     def splits(self) -> tuple[int, ...]:
-        """SMs of the smaller parts there can be; none where the driver has no green contexts."""
+        """SMs of the smaller part of each possible split; empty if the driver has no green contexts."""
         return _usable_splits(self._device.index or 0, self.num_sms) if self._device.type == "cuda" else ()
 
     def stream(self, num_sms: int) -> Any:
-        """The stream of a part: of `splits`, or of what such a part leaves."""
+        """The stream of a part: the smaller part of one of `splits`, or the larger."""
         if self._device.type != "cuda":
             return None
         if num_sms not in self._streams:
@@ -52,7 +52,7 @@ class Lanes:
         return self._streams[num_sms]
 
     def close(self) -> None:
-        """Behind the graphs that were captured here, which must be gone."""
+        """Undo all splits. Graphs that were captured on parts must be gone."""
         self._streams.clear()
         while self._contexts:
             self._contexts.pop().destroy()
@@ -81,7 +81,7 @@ class _Part:
 
 
 def _split(device: torch.device, num_sms: int) -> tuple[_Part, _Part]:
-    """A part of so many SMs, and the rest."""
+    """A part of num_sms SMs, and the rest."""
     driver = _driver()
     torch.cuda.init()  # type: ignore[no-untyped-call]
     whole = _done(driver.cuDeviceGet(device.index or 0))
@@ -101,7 +101,7 @@ def _driver() -> Any:
 
 @cache
 def _usable_splits(index: int, num_sms: int) -> tuple[int, ...]:
-    """Tried once: an old driver, or one that shares the GPU with others, may refuse."""
+    """Tried once: an old driver, or one that shares the GPU with other processes, may refuse."""
     sizes = tuple(each for each in SMALLER_PARTS if 2 * each < num_sms)
     try:
         for each in sizes:
@@ -114,7 +114,7 @@ def _usable_splits(index: int, num_sms: int) -> tuple[int, ...]:
 
 
 def _done(answer: tuple[Any, ...]) -> Any:
-    """What a call of the driver gave beside its status."""
+    """The values that a call of the driver returned beside its status."""
     status, *values = answer
     if status.value:
         raise EngineError(f"the driver refused to split the GPU: {status.name}")

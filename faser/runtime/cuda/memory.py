@@ -1,4 +1,4 @@
-"""How the GPU's memory is divided, and what to tell who runs out of it."""
+"""How the GPU's memory is divided, and the advice in errors when it runs out."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from faser.runtime.device import Parts
 from faser.runtime.kv_cache import GIB, require_room, require_useful, useful_pages
 
 ADVICE = "lower --kv-memory, --max-batch-tokens or --max-running"
-RESERVED_BYTES = 3 * 2**29  # for graphs, compiled kernels and what one eager forward allocates
+RESERVED_BYTES = 3 * 2**29  # for graphs, compiled kernels and the allocations of one eager forward
 
 
 @contextmanager
 def explained_shortage(error: type[ConfigError] | type[EngineError]) -> Iterator[None]:
-    """Out of memory becomes an error that says which flag to lower."""
+    """Turn torch's out-of-memory error into one that says which flag to lower."""
     try:
         yield
     except torch.OutOfMemoryError as shortage:
@@ -26,7 +26,7 @@ def explained_shortage(error: type[ConfigError] | type[EngineError]) -> Iterator
 
 
 def fitting_pages(parts: Parts, page_bytes: int, free: int, total: int) -> int:
-    """KV pages of each model. `page_bytes` are one page of all models."""
+    """KV pages of each model. `page_bytes` is the sum of one page of each."""
     room = free - RESERVED_BYTES
     least = useful_pages(parts.page_size, parts.limits.max_model_len)
     if parts.kv_memory is not None:
@@ -48,10 +48,10 @@ class Division:
     total: int
     others: int  # other processes, the driver, tensors that are not the engine's
     weights: int
-    buffers: int  # that forwards compute in
+    buffers: int  # memory that forwards compute in
     pages: int  # KV
-    graphs: int  # captured, with the kernels' code
-    num_tokens: int  # the pages hold, of target and draft alike
+    graphs: int  # captured graphs and the code of the kernels
+    num_tokens: int  # that the pages hold, the same for target and draft
 
     @property
     def left(self) -> int:
@@ -69,7 +69,7 @@ class Division:
 
 
 class Ledger:
-    """Takes down what was taken in between."""
+    """Measures what each stage of a start takes of the GPU's memory."""
 
     def __init__(self, weights: int) -> None:
         torch.cuda.empty_cache()

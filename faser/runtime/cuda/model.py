@@ -1,17 +1,15 @@
 """One model on the device: static buffers, its KV pages, and a forward from requests to sampled tokens.
 
-Knows the order of the kernels of a forward and which buffers they share. Knows nothing of plans or of who drafts. What
-changes from step to step is the content of the buffers, never their addresses or shapes, so that a forward of a given
-`Shape` can be captured once as a CUDA graph and replayed. Rows beyond those of the step are padding: they are computed,
-and neither write KV nor choose tokens.
+Knows the order of the kernels of a forward and which buffers they share. Knows nothing of plans or of who drafts. From
+step to step the content of the buffers changes, never their addresses or shapes, so that a forward of a given `Shape`
+can be captured once as a CUDA graph and replayed. Rows beyond those of the step are padding: they are computed, and
+neither write KV nor choose tokens.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -21,88 +19,25 @@ from torch import Tensor
 
 from faser.arrays import IntArray
 from faser.models.transformer import Layer, Transformer
-from faser.runtime.cuda import attention, linear
-from faser.runtime.cuda.attention import AttentionConfig, Tiles, Workspace
+from faser.runtime.cuda import attention, graphs, linear
 from faser.runtime.cuda.lanes import Lanes
-from faser.runtime.cuda.rows import NUM_COLUMNS, DeviceRows, Requests, expand, next_draft_rows, regather, settle
-from faser.runtime.cuda.sampling import Choices, Slots, sample, stand
+from faser.runtime.cuda.rows import NUM_COLUMNS, DeviceRows, Requests, expand, next_draft_rows, settle
+from faser.runtime.cuda.sampling import Choices, Slots, sample
+from faser.runtime.cuda.shapes import MIXED_BUCKETS, ROW_BUCKETS, Shape, least
+from faser.runtime.cuda.tiling import Attending, Tiling
 from faser.runtime.cuda.transfer import Staging, send
 from faser.runtime.kv_cache import bytes_per_page
 from faser.step import PageWrites
 
-HEAD_ROWS = 512  # rows of logits at a time: at most 300 MB of them for a vocabulary of 150k
-
-# Buckets of graphs. Rows between two buckets run as the larger one.
-# (No 448: cuBLAS takes 14.8 ms for an 8B at so many rows on an H200, and 11.2 ms at 512.)
-ROW_BUCKETS = (
-    1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 512,
-)  # fmt: skip
-ROWS_PER_REQUEST = (1, 2, 4, 8, 16)
-# Likewise of steps that have prompts, or a draft that catches up. Beyond them a GPU takes longer than the host, which
-# then launches kernel by kernel: 13 ms for the 32 layers of an 8B.
-MIXED_BUCKETS = (8, 16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, *range(512, 2049, 128))
-# Likewise of verifications that may stop midway.
-PART_BUCKETS = ROW_BUCKETS + tuple(size for size in MIXED_BUCKETS if size > ROW_BUCKETS[-1])
-FEW_ROWS = 8  # of requests that decode beside prompts: they are attended apart, in tiles of their size
-
-
-@dataclass(frozen=True)
-class Attending:
-    """One launch of attention in each layer."""
-
-    tiles: Tiles
-    config: AttentionConfig
-    workspace: Workspace
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a forward's kernels are sized for."""
-
-    num_requests: int
-    num_rows: int
-    rows_per_request: int  # the most of any request
-    num_wanted: int  # rows whose next token is sampled
-    drafts_on: bool = False  # a row for each request that is still drafting, instead of the rows of the plan
-    is_mixed: bool = False  # rows of requests that differ much, cut into tiles by the host; sampled from separately
-    num_sms: int = 0  # of the part of the device it keeps to; 0: the whole
-
-    @property
-    def wants_all(self) -> bool:
-        return self.num_wanted == self.num_rows
-
-
-def verification(num_rows: int, rows_per_request: int, sizes: Sequence[int] = ROW_BUCKETS) -> Shape | None:
-    """The graph for requests whose rows are all sampled from; None if none has as many."""
-    rows, each = _least(sizes, num_rows), _least(ROWS_PER_REQUEST, rows_per_request)
-    return Shape(rows, rows, each, rows) if rows is not None and each is not None else None
-
-
-def first_draft(num_requests: int, rows_per_request: int) -> Shape | None:
-    """The graph for requests of one or two rows, as a draft that kept up has, sampled from the last; None likewise."""
-    requests = _least(ROW_BUCKETS, num_requests)
-    if requests is None or rows_per_request > 2:
-        return None
-    return Shape(requests, 2 * requests, 2, requests)
-
-
-def next_draft(num_requests: int) -> Shape:
-    """The graph for requests that go on drafting."""
-    rows = _least(ROW_BUCKETS, num_requests)
-    assert rows is not None, "a batch has no more requests than graphs have rows"
-    return Shape(rows, rows, 1, rows, drafts_on=True)
-
-
-def _least(sizes: Sequence[int], wanted: int) -> int | None:
-    return next((size for size in sizes if size >= wanted), None)
+HEAD_ROWS = 512  # rows of logits at a time: 300 MB for a vocabulary of 150k
 
 
 class CudaModel:
     """A model, its pages and its buffers.
 
-    `max_rows` bounds the rows of one forward, all of which may be sampled from. The buffers also hold the graph such
-    rows are rounded up to, and two rows for each request. `writes`: the sampled tokens go into the history at once, as
-    a draft's do, and it is said how sure they are.
+    `max_rows` bounds the rows of one forward; all of them may be sampled from. The buffers also have room for the graph
+    that max_rows is rounded up to, and for two rows of each request. `writes` is for a draft model: sampled tokens go
+    into the history at once, and their confidence is kept.
     """
 
     def __init__(
@@ -118,9 +53,7 @@ class CudaModel:
         writes: bool = False,
     ) -> None:
         config, device, dtype = model.config, model.device, model.dtype
-        max_rows = max(
-            _least(ROW_BUCKETS, max_rows) or max_rows, 2 * (_least(ROW_BUCKETS, max_requests) or max_requests)
-        )
+        max_rows = max(least(ROW_BUCKETS, max_rows) or max_rows, 2 * (least(ROW_BUCKETS, max_requests) or max_requests))
         self.model = model
         self.max_rows = max_rows
         self.page_size = page_size
@@ -132,14 +65,14 @@ class CudaModel:
         self._lengths, self._draft_step = self._drafting[:-1], self._drafting[-1:]
         columns = -(-max_context // page_size)
         self.table = torch.zeros(slots.history.shape[0], columns, dtype=torch.int32, device=device)
-        self._slots = slots
-        # Whether launches may begin while the one before them ends: programmatic dependent launch, from Hopper on.
+        self.slots = slots
+        # Programmatic dependent launch: a launch may begin before the one before it has ended. From Hopper on.
         self._overlaps = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-        # A stream to capture graphs on: what cuBLAS works in belongs to the stream, and two models may run at a time.
+        # Graphs are captured on a stream of the model's own: cuBLAS has a workspace for each stream, and two models may
+        # run at a time.
         make: Any = torch.cuda.Stream
         self._stream = make(device) if device.type == "cuda" else None
         self._lanes = lanes
-        self._max_context = max_context
         self._staging = Staging(self.requests.memory, NUM_COLUMNS)
         self._staged_lengths = Staging(self._drafting, 1)
         self._vocabulary = model.vocabulary.int() if model.vocabulary is not None else None
@@ -148,28 +81,19 @@ class CudaModel:
         def buffer(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self._hidden = buffer(max_rows, config.hidden_size)
-        self._normed = buffer(max_rows, config.hidden_size)
+        self.hidden = buffer(max_rows, config.hidden_size)
+        self.normed = buffer(max_rows, config.hidden_size)
         self._qkv = buffer(max_rows, heads, config.head_dim)
         self._attended = buffer(max_rows, config.num_heads * config.head_dim)
         self._gate_up = buffer(max_rows, 2 * config.intermediate_size)
         self._activated = buffer(max_rows, config.intermediate_size)
         self._wanted = buffer(max_rows, config.hidden_size)
-        self._logits = torch.zeros(min(max_rows, HEAD_ROWS), model.head.shape[0], dtype=torch.float32, device=device)
-        self._arange = torch.arange(max_requests, dtype=torch.int32, device=device)
-        self._zeros, self._ones = torch.zeros_like(self._arange), torch.ones_like(self._arange)
-        self._totals = torch.zeros_like(self._arange)
+        self.logits = torch.zeros(min(max_rows, HEAD_ROWS), model.head.shape[0], dtype=torch.float32, device=device)
         self._rest = torch.zeros(1, dtype=torch.int32, device=device)
         self._linear = linear.Workspace.allocate(device)
-        self._splits = attention.Memory(device)
+        self.tiling = Tiling(model, max_requests, max_rows, max_context)
         self._graphs: dict[Shape, Callable[[], None]] = {}
-        self._parts: dict[tuple[Shape, int, int], Callable[[], None]] = {}  # graphs of some layers
-        self._looks: dict[tuple[Shape, int], Callable[[], None]] = {}  # and of the look behind them, by candidates
-        self._index = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self._cu_before = torch.zeros(max_requests + 1, dtype=torch.int32, device=device)
-        self.standing = torch.zeros(4, min(max_rows, PART_BUCKETS[-1]), dtype=torch.float32, device=device)
-        self._choosing: dict[int, Callable[[], None]] = {}  # graphs of the head and the sampling, by wanted rows
-        self._wide, self._narrow = _TileMemory(max_rows, device), _TileMemory(max_requests, device)
+        self._choosing: dict[int, Callable[[], None]] = {}  # graphs of head and sampling, by wanted rows
         self.pages = torch.zeros(0, dtype=dtype, device=device)
 
     @property
@@ -202,23 +126,16 @@ class CudaModel:
         """The requests of the next forward."""
         self._staging.write((slots, start, num_rows, num_drafted, samples, unsettled, planned, frontier), slots.size)
 
-    def set_drafted(self, num_drafted: IntArray) -> None:
-        """Fewer drafts of the requests that were set last; the forward's first part has settled the rest."""
-        self.requests.num_drafted[: num_drafted.size].copy_(send(num_drafted.astype(np.int32), self.model.device))
-
-    def set_lengths(self, lengths: IntArray, done: int = 1) -> None:
-        """How much each of these requests drafts, the longest first, and how much of it the next `drafts_on` finds.
-
-        The first forward brings the first token.
-        """
-        self._staged_lengths.write((lengths,), done)
+    def set_lengths(self, lengths: IntArray) -> None:
+        """How many tokens each of these requests drafts, the longest first. The next forward drafts the first one."""
+        self._staged_lengths.write((lengths,), 1)
 
     def has_graph_of(self, shape: Shape) -> bool:
-        """Whether one tile holds all rows of a request, as the graphs' static tiles need; mixed ones have others."""
-        return shape.is_mixed or self._attention_config(shape).rows_per_tile >= shape.rows_per_request
+        """Whether one tile holds all rows of a request, as a graph needs unless it is mixed."""
+        return shape.is_mixed or self.tiling.config(shape).rows_per_tile >= shape.rows_per_request
 
     def mixed_shapes(self) -> list[Shape]:
-        """Of the steps whose requests differ much; at least one."""
+        """The graphs of steps whose requests differ much in rows; at least one."""
         sizes = [size for size in MIXED_BUCKETS if size <= self.max_rows] or [self.max_rows]
         return [self._mixed_shape(size) for size in sizes]
 
@@ -227,75 +144,60 @@ class CudaModel:
 
     # ── a forward ────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def launch_rows(self, shape: Shape | None, num_rows: IntArray, start: IntArray, num_wanted: int) -> Shape:
+        """A forward over num_rows [B] rows of the requests that were set, num_wanted of all sampled from.
+
+        It replays the graph of `shape` where there is one, else graphs for mixed steps, else it enqueues kernel by
+        kernel. Returns the shape that ran.
+        """
+        if shape is not None and self.has_graph_of(shape):
+            self.launch(shape)
+            return shape
+        mixed = self.launch_mixed(num_rows, start, num_wanted)
+        if mixed is not None:
+            return mixed
+        shape = Shape(num_rows.size, int(num_rows.sum()), int(num_rows.max()), num_wanted)
+        self.forward(shape, num_rows, start)
+        return shape
+
     def launch(self, shape: Shape) -> None:
         """Replay the graph of a shape; capture it first if need be."""
         self.capture(shape)
         self._graphs[shape]()
 
     def capture(self, shape: Shape) -> None:
-        """Make the graph of a shape, unless there is one. A forward runs meanwhile, for no requests."""
+        """Make the graph of a shape, unless there is one. A forward runs once, without requests."""
         if shape in self._graphs:
             return
-        self._graphs[shape] = self._capture_idle(lambda: self.forward(shape), shape.num_sms)
+        self._graphs[shape] = self.capture_idle(lambda: self.forward(shape), shape.num_sms)
 
     def forget_parts(self) -> None:
-        """The graphs that keep to a part of the device."""
+        """Give up the graphs that keep to a part of the device."""
         self._graphs = {shape: graph for shape, graph in self._graphs.items() if not shape.num_sms}
 
-    def _capture_idle(self, run: Callable[[], None], num_sms: int = 0) -> Callable[[], None]:
-        """A graph of what `run` enqueues, captured while there are no requests, no tiles and no wanted rows."""
-        wide, narrow = self._wide, self._narrow
-        contents = (
-            self.requests.memory, self._drafting, wide.memory, narrow.memory, self.rows.cu_wanted,
-            self._cu_before, self.standing, self._normed, self.rows.cu_rows,
-        )  # fmt: skip
-        kept = [(each, each.clone()) for each in contents]
-        for count in (self.requests.num_requests, wide.num_tiles, narrow.num_tiles, self.rows.cu_wanted):
+    def capture_idle(
+        self, run: Callable[[], None], num_sms: int = 0, kept: Sequence[Tensor] = ()
+    ) -> Callable[[], None]:
+        """A graph of what `run` enqueues, captured while there are no requests, no tiles and no wanted rows.
+
+        `run` also runs once. The contents of the requests, the tiles and `kept` are restored.
+        """
+        contents = (self.requests.memory, self._drafting, *self.tiling.memories, self.rows.cu_wanted, *kept)
+        before = [(each, each.clone()) for each in contents]
+        for count in (self.requests.num_requests, *self.tiling.counts, self.rows.cu_wanted):
             count.zero_()
-        graph = _capture(run, self.model.device, self._lanes.stream(num_sms) if num_sms else self._stream)
-        for each, content in kept:
+        graph = graphs.capture(run, self.model.device, self._lanes.stream(num_sms) if num_sms else self._stream)
+        for each, content in before:
             each.copy_(content)
         return graph
 
-    def launch_part(self, shape: Shape, first: int, last: int) -> None:
-        """Replay the graph of layers first to last - 1 of a verification; capture it first if need be.
-
-        The first part lays the rows out. A later one comes behind a look, and takes over the rows that are left:
-        `set_drafted` has been told of fewer drafts since. Behind the last layer tokens are chosen.
-        """
-        self.capture_part(shape, first, last)
-        self._parts[shape, first, last]()
-
-    def capture_part(self, shape: Shape, first: int, last: int) -> None:
-        if (shape, first, last) not in self._parts:
-            self._parts[shape, first, last] = self._capture_idle(lambda: self.forward_part(shape, first, last))
-
-    def launch_look(self, shape: Shape, candidates: int) -> None:
-        """Behind a part: how its drafts stand among the first so many tokens (0: all), into `standing`."""
-        self.capture_look(shape, candidates)
-        self._looks[shape, candidates]()
-
-    def capture_look(self, shape: Shape, candidates: int) -> None:
-        if (shape, candidates) not in self._looks:
-            self._looks[shape, candidates] = self._capture_idle(lambda: self.look(shape, candidates))
-
-    def part_shape(self, num_rows: int, rows_per_request: int) -> Shape | None:
-        """The graphs of a verification of so many rows that may stop midway; None if none has as many."""
-        shape = verification(num_rows, rows_per_request, PART_BUCKETS)
-        if shape is None or shape.num_rows > self.standing.shape[1] or not self.has_graph_of(shape):
-            return None
-        return shape
-
     def launch_mixed(self, num_rows: IntArray, start: IntArray, num_wanted: int) -> Shape | None:
-        """Replay the graphs for so many rows a request, `num_wanted` of all sampled from; None if there are none."""
-        rows, wanted = _least(MIXED_BUCKETS, int(num_rows.sum())), _least(ROW_BUCKETS, num_wanted)
+        """Replay the graphs for num_rows [B] rows of the requests; None if no graphs are large enough."""
+        rows, wanted = least(MIXED_BUCKETS, int(num_rows.sum())), least(ROW_BUCKETS, num_wanted)
         if rows is None or rows > self.max_rows or wanted is None or wanted > self.max_rows:
             return None
         shape = self._mixed_shape(rows)
-        few = self._narrow_config(shape).rows_per_tile
-        wide_tiles = attention.build_tiles(num_rows, self._attention_config(shape).rows_per_tile, start, num_rows > few)
-        self._wide.write(wide_tiles)
-        self._narrow.write(attention.build_tiles(num_rows, few, start, num_rows <= few))
+        self.tiling.stage(shape, num_rows, start)
         self.launch(shape)
         if not num_wanted:
             return shape
@@ -305,75 +207,41 @@ class CudaModel:
 
     def capture_choosing(self, num_wanted: int) -> None:
         if num_wanted not in self._choosing:
-            self._choosing[num_wanted] = self._capture_idle(lambda: self.choose_wanted(num_wanted))
+            self._choosing[num_wanted] = self.capture_idle(lambda: self.choose_wanted(num_wanted))
 
     def choose_wanted(self, num_wanted: int) -> None:
-        """The head and the sampling of the wanted rows of the latest mixed forward, of which there are no more."""
+        """The head and the sampling of the latest mixed forward, which has at most num_wanted wanted rows."""
         shape = replace(self._mixed_shape(0), num_wanted=num_wanted, is_mixed=False)
-        self._choose(shape, self._rows_of(shape), self._hidden)
+        self.choose(shape, self.rows_of(shape), self.hidden)
 
     def forward(self, shape: Shape, num_rows: IntArray | None = None, start: IntArray | None = None) -> None:
         """Enqueue everything from the requests to the tokens in `choices`.
 
-        For more rows a request than a tile has, `num_rows` and `start` of the plan say how to cut them.
+        If a request has more rows than a tile, `num_rows` and `start` of the plan are given to cut the rows.
         """
-        requests, rows = self.requests_of(shape), self._rows_of(shape)
+        requests, rows = self.requests_of(shape), self.rows_of(shape)
         vocab_size = self.model.config.vocab_size
         if shape.drafts_on:
             lengths = self._lengths[: shape.num_requests]
-            next_draft_rows(requests, lengths, self._draft_step, self._slots.history, rows, vocab_size=vocab_size)
+            next_draft_rows(requests, lengths, self._draft_step, self.slots.history, rows, vocab_size=vocab_size)
         else:
-            settle(requests, self._slots.refused, self._slots.missed, self._slots.short if self._writes else None)
-            expand(requests, self._slots.history, rows, vocab_size=vocab_size)
+            settle(requests, self.slots.refused, self.slots.missed, self.slots.short if self._writes else None)
+            expand(requests, self.slots.history, rows, vocab_size=vocab_size)
         if shape.is_mixed:
-            attending = self._attend_staged(shape, requests, rows)
+            attending = self.tiling.staged(shape, requests, rows)
         elif num_rows is None or start is None:
-            attending = [self._attending(shape, self._attention_config(shape), self._tiles(shape, requests, rows))]
+            attending = self.tiling.whole(shape, requests, rows)
         else:
-            attending = self._attend_cut(shape, requests, rows, num_rows, start)
-        torch.index_select(self.model.embedding, 0, rows.token_ids, out=self._hidden[: shape.num_rows])
-        hidden = self._run_layers(shape, rows, attending, range(self.model.num_layers))
+            attending = self.tiling.cut(shape, requests, rows, num_rows, start)
+        torch.index_select(self.model.embedding, 0, rows.token_ids, out=self.hidden[: shape.num_rows])
+        hidden = self.run_layers(shape, rows, attending, range(self.model.num_layers))
         if shape.num_wanted:
-            self._choose(shape, rows, hidden)
-
-    def forward_part(self, shape: Shape, first: int, last: int) -> None:
-        requests, rows = self.requests_of(shape), self._rows_of(shape)
-        hidden, size = self._hidden[: shape.num_rows], shape.num_requests
-        if not first:
-            settle(requests, self._slots.refused, self._slots.missed)
-        expand(requests, self._slots.history, rows, vocab_size=self.model.config.vocab_size)
-        if first:
-            index = self._index[: shape.num_rows]
-            regather(requests, self._cu_before[: size + 1], rows, index)
-            torch.index_select(self._normed, 0, index, out=hidden)
-        else:
-            torch.index_select(self.model.embedding, 0, rows.token_ids, out=hidden)
-        attending = self._attending(shape, self._attention_config(shape), self._tiles(shape, requests, rows))
-        self._run_layers(shape, rows, [attending], range(first, last))
-        if last == self.model.num_layers:
-            self._choose(shape, rows, hidden)
-
-    def look(self, shape: Shape, candidates: int) -> None:
-        """The head on the rows of a part, and what it says of their drafts. The next part takes them from `_normed`."""
-        rows, model = self._rows_of(shape), self.model
-        hidden, norm, eps = self._hidden[: shape.num_rows], model.final_norm, model.config.norm_eps
-        head = model.head[: candidates or None]
-        memory = self._logits.view(-1)
-        for first in range(0, shape.num_rows, HEAD_ROWS):
-            some = hidden[first : first + HEAD_ROWS]
-            logits = memory[: some.shape[0] * head.shape[0]].view(-1, head.shape[0])
-            linear.norm_head(some, norm, eps, head, logits, self._normed[: some.shape[0]])
-            stand(
-                logits, first, rows.slots, rows.positions, rows.token_ids, rows.num_rows, self._slots, self.standing,
-                hidden, norm, eps, model.head,
-            )  # fmt: skip
-        self._normed[: shape.num_rows].copy_(hidden)
-        self._cu_before[: shape.num_requests + 1].copy_(rows.cu_rows)
+            self.choose(shape, rows, hidden)
 
     def logits_of(self, shape: Shape, indices: Tensor) -> Tensor:
-        """Logits [len(indices), V] of some of the wanted rows of the latest forward, computed once more."""
-        hidden = (self._hidden if shape.wants_all else self._wanted)[indices]
-        logits = self._logits.new_empty(len(indices), self._logits.shape[1])
+        """Logits [len(indices), V] of some wanted rows of the latest forward, computed again."""
+        hidden = (self.hidden if shape.wants_all else self._wanted)[indices]
+        logits = self.logits.new_empty(len(indices), self.logits.shape[1])
         model = self.model
         linear.norm_head(hidden, model.final_norm, model.config.norm_eps, model.head, logits, torch.empty_like(hidden))
         return logits
@@ -392,7 +260,7 @@ class CudaModel:
             frontier=whole.frontier[:size],
         )
 
-    def _rows_of(self, shape: Shape) -> DeviceRows:
+    def rows_of(self, shape: Shape) -> DeviceRows:
         whole = self.rows
         num_wanted = whole.wanted.shape[0] if shape.is_mixed else shape.num_wanted
         return DeviceRows(
@@ -402,81 +270,13 @@ class CudaModel:
             *(each[:num_wanted] for each in (whole.wanted, whole.wanted_slots, whole.wanted_positions)),
         )
 
-    # ── attention ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _attention_config(self, shape: Shape) -> AttentionConfig:
-        num_requests = max(1, shape.num_rows // shape.rows_per_request)
-        return self._config_for(num_requests, shape.rows_per_request, num_sms=shape.num_sms)
-
-    def _narrow_config(self, shape: Shape) -> AttentionConfig:
-        """For the requests of few rows in a step that has others."""
-        return self._config_for(self.requests.slots.shape[0], min(FEW_ROWS, shape.num_rows), shape.num_rows)
-
-    def _config_for(
-        self, num_requests: int, rows_per_request: int, step_rows: int | None = None, num_sms: int = 0
-    ) -> AttentionConfig:
-        config = self.model.config
-        return attention.choose(
-            num_requests, rows_per_request, self._max_context, config.num_heads, config.num_kv_heads, config.head_dim,
-            self.model.dtype, num_sms or linear.NUM_SMS, step_rows,
-        )  # fmt: skip
-
-    def _attending(self, shape: Shape, config: AttentionConfig, tiles: Tiles) -> Attending:
-        model, num_tiles = self.model.config, tiles.request.shape[0]
-        workspace = self._splits.workspace(
-            config, shape.num_rows, num_tiles, model.num_heads, model.num_kv_heads, model.head_dim
-        )
-        return Attending(tiles, config, workspace)
-
-    def _tiles(self, shape: Shape, requests: Requests, rows: DeviceRows) -> Tiles:
-        """One tile a request: it holds all of its rows."""
-        size = shape.num_requests
-        tile = self._arange[:size], self._zeros[:size]
-        if shape.drafts_on:
-            return Tiles(self._arange[:size], self._ones[:size], rows.positions, rows.slots, *tile, rows.num_rows)
-        return Tiles(*self._request_rows(requests, rows), *tile, requests.num_requests)
-
-    def _request_rows(self, requests: Requests, rows: DeviceRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What tiles are cut from."""
-        totals = torch.add(requests.num_rows, requests.num_drafted, out=self._totals[: requests.slots.shape[0]])
-        return rows.cu_rows[:-1], totals, requests.start, requests.slots
-
-    def _attend_staged(self, shape: Shape, requests: Requests, rows: DeviceRows) -> list[Attending]:
-        """Tiles that were written before the launch. There are none of requests without rows."""
-        wide, narrow = self._attention_config(shape), self._narrow_config(shape)
-        few, shared = narrow.rows_per_tile, self._request_rows(requests, rows)
-        # a request's last tile may have one row
-        most_wide = min(shape.num_rows, shape.num_rows // wide.rows_per_tile + shape.num_rows // (few + 1))
-        most_narrow = min(shape.num_requests, shape.num_rows)
-        narrow_tiles = Tiles(*shared, *self._narrow.tiles(most_narrow), self._narrow.num_tiles)
-        attending = [self._attending(shape, narrow, narrow_tiles)]
-        if shape.num_rows > few:
-            wide_tiles = Tiles(*shared, *self._wide.tiles(most_wide), self._wide.num_tiles)
-            attending.append(self._attending(shape, wide, wide_tiles))
-        return attending
-
-    def _attend_cut(
-        self, shape: Shape, requests: Requests, rows: DeviceRows, num_rows: IntArray, start: IntArray
-    ) -> list[Attending]:
-        """As many tiles a request as its rows need, sent now."""
-        wide, narrow, device = self._attention_config(shape), self._narrow_config(shape), self.model.device
-        few, shared = narrow.rows_per_tile, self._request_rows(requests, rows)
-        attending = []
-        for config, some in ((narrow, num_rows <= few), (wide, num_rows > few)):
-            request, offset = attention.build_tiles(num_rows, config.rows_per_tile, start, some)
-            if request.size:
-                count = torch.full((1,), request.size, dtype=torch.int32, device=device)
-                tiles = Tiles(*shared, send(request, device), send(offset, device), count)
-                attending.append(self._attending(shape, config, tiles))
-        return attending
-
     # ── layers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _run_layers(
+    def run_layers(
         self, shape: Shape, rows: DeviceRows, attending: Sequence[Attending], layers: Iterable[int]
     ) -> Tensor:
-        """On the rows in `_hidden`."""
-        hidden = self._hidden[: shape.num_rows]
+        """Run layers over the rows in `hidden`, in place."""
+        hidden = self.hidden[: shape.num_rows]
         for index in layers:
             layer = self.model.layers[index]
             qkv = self._project(layer, hidden, shape.num_sms)
@@ -494,7 +294,7 @@ class CudaModel:
         return hidden
 
     def _project(self, layer: Layer, hidden: Tensor, num_sms: int) -> Tensor:
-        qkv, normed = self._qkv[: hidden.shape[0]], self._normed[: hidden.shape[0]]
+        qkv, normed = self._qkv[: hidden.shape[0]], self.normed[: hidden.shape[0]]
         eps = self.model.config.norm_eps
         linear.norm_linear(
             hidden, layer.attention_norm, eps, layer.qkv, layer.qkv_bias, qkv.flatten(1), normed, self._linear,
@@ -503,73 +303,32 @@ class CudaModel:
         return qkv
 
     def _finish(self, layer: Layer, hidden: Tensor, attended: Tensor, num_sms: int) -> None:
-        """The rest of a layer: what attention found, and the gated MLP, added to `hidden` in place."""
+        """The rest of a layer: the output projection of attention, and the gated MLP, added to `hidden` in place."""
         size, eps = hidden.shape[0], self.model.config.norm_eps
         linear.linear_residual(attended, layer.out, hidden, layer.out_bias, self._linear, num_sms=num_sms)
         activated = self._activated[:size]
         linear.norm_gate_up(
-            hidden, layer.mlp_norm, eps, layer.gate_up, activated, self._normed[:size], self._gate_up[:size],
+            hidden, layer.mlp_norm, eps, layer.gate_up, activated, self.normed[:size], self._gate_up[:size],
             num_sms=num_sms,
         )  # fmt: skip
         linear.linear_residual(activated, layer.down, hidden, None, self._linear, num_sms=num_sms)
 
-    def _choose(self, shape: Shape, rows: DeviceRows, hidden: Tensor) -> None:
-        """The head and the sampling, some rows at a time."""
+    def choose(self, shape: Shape, rows: DeviceRows, hidden: Tensor) -> None:
+        """The head and the sampling, HEAD_ROWS rows at a time."""
         if not shape.wants_all:
             hidden = torch.index_select(hidden, 0, rows.wanted, out=self._wanted[: shape.num_wanted])
         for first in range(0, shape.num_wanted, HEAD_ROWS):
             some = slice(first, min(first + HEAD_ROWS, shape.num_wanted))
-            logits = self._logits[: some.stop - first]
+            logits = self.logits[: some.stop - first]
             linear.norm_head(hidden[some], self.model.final_norm, self.model.config.norm_eps, self.model.head, logits,
-                             self._normed[some], num_sms=shape.num_sms)  # fmt: skip
+                             self.normed[some], num_sms=shape.num_sms)  # fmt: skip
             num_rows = rows.num_wanted if first == 0 else torch.sub(rows.num_wanted, first, out=self._rest)
             sample(
-                logits, rows.wanted_slots[some], rows.wanted_positions[some], num_rows, self._slots,
+                logits, rows.wanted_slots[some], rows.wanted_positions[some], num_rows, self.slots,
                 _some_choices(self.choices, some), vocabulary=self._vocabulary, write=self._writes,
                 confidence=self._writes,
             )  # fmt: skip
 
 
-class _TileMemory:
-    """Where the tiles of the next launch of a graph are written."""
-
-    def __init__(self, most_tiles: int, device: torch.device) -> None:
-        self.memory = torch.zeros(2 * most_tiles + 1, dtype=torch.int32, device=device)
-        self.num_tiles = self.memory[-1:]
-        self._staging = Staging(self.memory, 2)
-
-    def tiles(self, most: int) -> tuple[Tensor, Tensor]:
-        """The first so many: their requests, and their offsets."""
-        request, offset = self.memory[:-1].view(2, -1)
-        return request[:most], offset[:most]
-
-    def write(self, tiles: tuple[NDArray, NDArray]) -> None:
-        self._staging.write(tiles, tiles[0].size)
-
-
 def _some_choices(choices: Choices, some: slice) -> Choices:
     return Choices(*(getattr(choices, each.name)[some] for each in fields(choices)))
-
-
-def _capture(run: Callable[[], None], device: torch.device, stream: Any) -> Callable[[], None]:
-    """A graph of what `run` enqueues. Off a GPU, `run` itself."""
-    if device.type != "cuda":
-        return run
-    run()  # compiles what is not compiled yet, outside the capture
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream), _without_collecting():
-        run()
-    return graph.replay
-
-
-@contextmanager
-def _without_collecting() -> Iterator[None]:
-    """A graph must not be freed while another is captured, and garbage may hold some."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

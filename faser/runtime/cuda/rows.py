@@ -1,10 +1,10 @@
 """The flat rows of a forward, laid out on the device from per-request arrays.
 
 Knows slots, positions and the tokens of the history; knows nothing of models, logits or pages. The twin of
-faser/runtime/cpu/rows.py over static buffers. Shapes are those of a bucket, and how much of them is real is read on the
-device, so that a graph can be replayed for any smaller batch.
+faser/runtime/cpu/rows.py over static buffers. Buffers have the size of a bucket. How many entries are real is read on
+the device, so that a graph can be replayed for any smaller batch.
 
-Shapes: B requests of a bucket, R rows, W wanted rows (those whose logits are asked for). All tensors are int32.
+Shapes: B requests of a bucket, R rows, W wanted rows (rows whose logits are computed). All tensors are int32.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -16,11 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
-NO_SLOT = -1  # of a padding row: nobody's
-NUM_COLUMNS = 8  # of `Requests`
-LEAST_BLOCK = 256  # requests a kernel is compiled for at least: fewer would be no faster, and more kernels to compile
+NO_SLOT = -1  # the slot of a padding row
+NUM_COLUMNS = 8  # arrays of `Requests`
+LEAST_BLOCK = 256  # kernels are compiled for at least this many requests: for fewer they would be no faster
 
-# Arguments that differ from bucket to bucket, by name: a kernel must not be compiled anew for what they happen to be.
+# Arguments that differ from bucket to bucket, by name. Kernels are not specialised for their values.
 VARYING = [
     "num_rows", "num_requests", "unsettled", "slots", "start", "request_slots", "num_context", "num_drafted", "samples",
     "lengths", "step", "cu_rows", "cu_wanted", "wanted", "history_stride", "last_token", "max_rows", "max_wanted",
@@ -30,17 +30,17 @@ VARYING = [
 
 @dataclass(frozen=True)
 class Requests:
-    """What the plan says of each request: rows from `start` on, then its drafted tokens."""
+    """The requests of a plan: rows of context tokens from `start` on, then rows of drafts."""
 
-    memory: torch.Tensor  # [8 * B + 1] all of the below: one copy brings a plan
+    memory: torch.Tensor  # [8 * B + 1] all arrays below, so that one copy brings a plan
     slots: torch.Tensor  # [B]
     start: torch.Tensor  # [B] position of the first row
     num_rows: torch.Tensor  # [B] rows of context tokens
-    num_drafted: torch.Tensor  # [B] rows of drafted tokens behind them
-    samples: torch.Tensor  # [B] 1 where the last context row and the drafted ones are wanted, else 0
-    unsettled: torch.Tensor  # [B] 1 where start and num_rows hold if no draft of the step before was refused
-    planned: torch.Tensor  # [B] drafts the plan is to verify; fewer may have been made
-    frontier: torch.Tensor  # [B] drafts of a step before behind the context, as far as that step made them good
+    num_drafted: torch.Tensor  # [B] rows of drafts behind them
+    samples: torch.Tensor  # [B] 1 where the last context row and the drafts are wanted, else 0
+    unsettled: torch.Tensor  # [B] 1 where start and num_rows count on all drafts of the step before being accepted
+    planned: torch.Tensor  # [B] drafts that the plan is to verify; fewer may have been made
+    frontier: torch.Tensor  # [B] drafts of an earlier step behind the context, if they did not turn out void
     num_requests: torch.Tensor  # [1] how many of B are real
 
     @classmethod
@@ -52,16 +52,16 @@ class Requests:
 
 @dataclass(frozen=True)
 class DeviceRows:
-    """Rows of one forward. Those from num_rows on are padding: slot NO_SLOT, position, token and index 0."""
+    """Rows of one forward. Rows from num_rows on are padding: slot NO_SLOT, position, token and index 0."""
 
     cu_rows: torch.Tensor  # [B + 1] where each request's rows begin; a padding request has none
-    cu_wanted: torch.Tensor  # [B + 1] likewise, of the wanted rows
+    cu_wanted: torch.Tensor  # [B + 1] where each request's wanted rows begin
     slots: torch.Tensor  # [R]
     positions: torch.Tensor  # [R]
     token_ids: torch.Tensor  # [R]
     wanted: torch.Tensor  # [W] row indices
     wanted_slots: torch.Tensor  # [W]
-    wanted_positions: torch.Tensor  # [W] where the token sampled from the row will stand: one behind the row
+    wanted_positions: torch.Tensor  # [W] position of the token sampled from the row: one behind the row
 
     @classmethod
     def allocate(cls, max_requests: int, max_rows: int, max_wanted: int, device: torch.device | str) -> DeviceRows:
@@ -80,9 +80,9 @@ class DeviceRows:
 
 
 def settle(requests: Requests, refused: torch.Tensor, missed: torch.Tensor, short: torch.Tensor | None = None) -> None:
-    """Move what is unsettled back by what came of the step before, by slot; StepPlan.settle says how.
+    """Correct the numbers of unsettled requests by the results of the step before, which are by slot.
 
-    `short` is for the rows of a draft. In place, so once for each plan.
+    The same as StepPlan.settle. `short` is given for the rows of a draft. In place, so once for each plan.
     """
     size = requests.slots.shape[0]
     _settle_kernel[(1,)](
@@ -95,9 +95,9 @@ def settle(requests: Requests, refused: torch.Tensor, missed: torch.Tensor, shor
 def expand(requests: Requests, history: torch.Tensor, rows: DeviceRows, *, vocab_size: int = 2**31 - 1) -> None:
     """Lay out the rows of `requests`: num_rows + num_drafted each, in the order of the requests, wanted ones last.
 
-    Tokens come from history [max_slots, max_len]; ids from vocab_size on become the last one (a target's vocabulary
-    may be padded beyond the draft's; such tokens have no text, so any stand-in will do). A plan must fit its bucket:
-    rows beyond it are lost.
+    Tokens come from history [max_slots, max_len]. Ids from vocab_size on become vocab_size - 1: a target's vocabulary
+    may be padded beyond the draft's, and padding tokens have no text. A plan must fit its bucket: rows beyond it are
+    lost.
     """
     num_bucket_requests = requests.slots.shape[0]
     _expand_kernel[(num_bucket_requests + 1,)](
@@ -111,9 +111,9 @@ def expand(requests: Requests, history: torch.Tensor, rows: DeviceRows, *, vocab
 
 
 def regather(requests: Requests, before: torch.Tensor, rows: DeviceRows, index: torch.Tensor) -> None:
-    """Where the rows were before some of each request's last ones were dropped: index [R], 0 for padding.
+    """Where each row was before the last rows of some requests were dropped: index [R], 0 for padding.
 
-    before [B + 1] is what rows.cu_rows was then.
+    before [B + 1] is rows.cu_rows from before.
     """
     index.zero_()
     _regather_kernel[(requests.slots.shape[0],)](
@@ -130,10 +130,10 @@ def next_draft_rows(
     *,
     vocab_size: int = 2**31 - 1,
 ) -> None:
-    """One row for each request that drafts its token number step[0] >= 1, counted from 0; then step[0] goes up by one.
+    """One row for each request that drafts its token number step[0] >= 1, counted from 0; then step[0] += 1.
 
-    lengths [B] never rise, so those that still draft come first. The row is of the token drafted before: position
-    start + num_rows + step - 1. Rows and wanted rows are the same here, and rows.slots must be [B] at least.
+    lengths [B] never rise, so requests that still draft come first. The row is that of the token drafted before, at
+    position start + num_rows + step - 1. All rows are wanted. rows.slots must be [B] at least.
     """
     num_bucket_requests = lengths.shape[0]
     _draft_kernel[(1,)](
@@ -163,7 +163,7 @@ def _settle_kernel(
     first = tl.load(start + request, mask=moves, other=0)
     end = first + tl.load(num_rows + request, mask=moves, other=0) - tl.load(refused + slot, mask=moves, other=0)
     gone = tl.load(frontier + request, mask=moves, other=0) * tl.load(missed + slot, mask=moves, other=0)
-    if short is not None:  # a draft's rows reach to the end of the frontier
+    if short is not None:  # the rows of a draft reach to the end of the frontier
         end -= gone
         last = end - 1 - tl.load(short + slot, mask=moves, other=0)
     else:
@@ -193,7 +193,7 @@ def _expand_kernel(
     history_stride, last_token, max_rows, max_wanted, num_bucket_requests,
     padded_requests: tl.constexpr, block: tl.constexpr, no_slot: tl.constexpr,
 ):  # fmt: skip
-    """One program per request, which sums what comes before it; the one behind the last fills the padding."""
+    """One program per request, which sums the rows before it; the program behind the last fills the padding."""
     request = tl.program_id(0)
     num_real = tl.load(num_requests)
 
@@ -251,7 +251,7 @@ def _draft_kernel(
     history_stride, last_token, max_rows, max_wanted, num_bucket_requests,
     block: tl.constexpr, no_slot: tl.constexpr,
 ):  # fmt: skip
-    """One program for all: it alone knows when everybody has read the step."""
+    """One program for all requests, so that the step is raised after everybody has read it."""
     done = tl.load(step)
     # [block]
     row = tl.arange(0, block)

@@ -1,4 +1,4 @@
-"""From the host to the device without waiting for either."""
+"""Copies from the host to the device that neither waits for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def send(array: NDArray, device: torch.device) -> Tensor:
-    """To the device, behind what is enqueued there and without waiting for it."""
+    """A copy to the device, enqueued on the current stream. The host does not wait for it."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
@@ -18,9 +18,8 @@ def send(array: NDArray, device: torch.device) -> Tensor:
 class Staging:
     """Page-locked memory that a device buffer is filled from: `num_columns` arrays of one size, then one number.
 
-    Copies are not waited for, so there are two of these to take turns: one is written again when the step after the
-    one it was for is submitted, and by then that one has been collected. A step may write twice if it began on an idle
-    device, as those that wait for the one before do.
+    The host does not wait for copies, so two memories take turns. A memory is written again two steps later, and the
+    step it was first written for has been collected by then. A step that begins on an idle device may write twice.
     """
 
     def __init__(self, target: Tensor, num_columns: int) -> None:

@@ -1,4 +1,4 @@
-"""Kernels run on the GPU where there is one and in Triton's interpreter where there is none."""
+"""Kernels run on the GPU if there is one, else in Triton's interpreter."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ INTERPRETED = not torch.cuda.is_available()
 
 
 def _interpret() -> None:
-    """Triton asks for its mode when a kernel is defined, its own library's too; other tests may have imported it."""
+    """Triton reads its mode when a kernel is defined, in its own library too. Other tests may have imported it."""
     os.environ["TRITON_INTERPRET"] = "1"
     for name in [name for name in sys.modules if name.split(".")[0] == "triton" and "_C" not in name]:
         del sys.modules[name]
@@ -28,5 +28,13 @@ _PLACES += [pytest.param(("cuda", dtype), id=f"cuda-{str(dtype)[6:]}", marks=pyt
 def place(request):
     """A device the kernels run on, and a dtype."""
     if (request.param[0] == "cpu") != INTERPRETED:
+        pytest.skip("the interpreter serves where there is no CUDA device, and only there")
+    return request.param
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """A device the kernels run on."""
+    if (request.param == "cpu") != INTERPRETED:
         pytest.skip("the interpreter serves where there is no CUDA device, and only there")
     return request.param

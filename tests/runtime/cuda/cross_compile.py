@@ -1,4 +1,4 @@
-"""Compiles kernels for a GPU that is not there, in a process of its own: the tests' own runs them in the interpreter.
+"""Compiles kernels for an absent GPU, in a process of its own: the process of the tests runs them in the interpreter.
 
 Prints what came of it as one JSON line. Tensors are the CPU's, so a kernel that is launched after all would crash.
 """
@@ -20,7 +20,7 @@ launchers: list[str] = []
 
 
 class Driver:
-    """As much of a GPU as the compiler asks for."""
+    """What the compiler asks of a GPU."""
 
     def get_current_device(self) -> int:
         return 0

@@ -29,7 +29,7 @@ class Shape:
 
 @dataclass
 class Step:
-    """One layer's inputs: garbage wherever nothing was written yet, and in the padding."""
+    """One layer's inputs, with garbage in the padding and wherever nothing was written yet."""
 
     shape: Shape
     requests: list[tuple[int, int]]
@@ -94,7 +94,7 @@ def make_tiles(step, rows_per_tile):
 
 
 def attend(step, config):
-    """The kernel's answer for the real rows; the padding must have stayed as it was."""
+    """The kernel's result for the real rows; the padding must be unchanged."""
     shape, device = step.shape, step.qkv.device
     tiles = make_tiles(step, config.rows_per_tile)
     out = torch.full((len(step.qkv), shape.num_heads * shape.head_dim), 7.0, dtype=step.qkv.dtype, device=device)
@@ -156,7 +156,7 @@ def test_decodes_attend_like_the_plain_twin(place, num_splits):
 
 
 def test_large_tiles_mask_only_their_last_keys(place):
-    """64 rows of a tile and more take the loop without masks too."""
+    """Tiles of 64 rows and more also run the loop without masks."""
     requests = [(0, 70), (33, 30), (50, 1)]
     assert_attends(make_step(Shape(), requests, place), config_of(Shape(), 16))
     assert_attends(make_step(Shape(), requests, place, seed=1), config_of(Shape(), 32, 3))
@@ -179,7 +179,7 @@ def test_requests_may_share_pages(place):
     assert_attends(step, config_of(Shape(), 4, 2))
 
 
-def test_workspaces_share_memory_and_what_was_given_out_stays_where_it_is():
+def test_workspaces_share_memory_and_keep_their_addresses():
     memory = Memory("cpu")
     sizes = [(1, 9), (3, 10), (2, 4)]  # splits, rows
     made = [memory.workspace(config_of(Shape(), 4, splits), rows, 7, 4, 2, 16) for splits, rows in sizes]

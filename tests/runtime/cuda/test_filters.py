@@ -1,4 +1,4 @@
-"""The device's filters leave what the CPU's sampler leaves, and its log-probabilities are the same.
+"""The device's filters keep the tokens that the CPU's sampler keeps, and log-probabilities are the same.
 
 The oracle is faser.runtime.sampling, row by row. `apply` is plain torch: without a GPU the same code runs on the CPU.
 Logits lie on a coarse grid, so that rows are full of ties and no two weights are a rounding apart.
@@ -19,7 +19,8 @@ from faser.arrays import IntArray
 from faser.request import SamplingParams
 from faser.runtime.cuda import filters as module
 from faser.runtime.cuda.filters import Filters, logprobs, unpack_logprobs
-from faser.runtime.cuda.sampling import Choices, Slots, inverse_temperature, mixed_seed, sample
+from faser.runtime.cuda.noise import mixed_seed
+from faser.runtime.cuda.sampling import Choices, Slots, inverse_temperature, sample
 from faser.runtime.sampling import Sampler
 
 INF, NAN = float("inf"), float("nan")
@@ -66,7 +67,7 @@ class Pair:
         return filtered.cpu()
 
     def expected(self, logits: torch.Tensor, slots: IntArray, positions: IntArray) -> torch.Tensor:
-        """The scores of the tokens the CPU's sampler leaves, by its own lines."""
+        """The scores of the tokens the CPU's sampler keeps."""
         sampler, left = self.sampler, logits.clone()
         for row, (score, slot) in enumerate(zip(left.numpy(), slots.tolist(), strict=True)):
             sampler._adjust(score, slot, int(positions[row]))
@@ -130,7 +131,7 @@ def test_many_rows_with_different_parameters_keep_what_the_cpu_keeps(device, voc
 
 @pytest.mark.parametrize("adjustment", range(len(ADJUSTMENTS)))
 def test_any_adjustment_with_any_filter_alone_is_the_cpus(device, adjustment):
-    """One set of parameters a call: what no row asks for is skipped."""
+    """One set of parameters a call: filters that no row asks for are skipped."""
     rng = np.random.default_rng(adjustment)
     for some in FILTERS[adjustment % 3 :: 3]:
         pair = Pair([SamplingParams(**some, **ADJUSTMENTS[adjustment])], 61, device, adjustment)
@@ -142,7 +143,7 @@ def test_any_adjustment_with_any_filter_alone_is_the_cpus(device, adjustment):
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_equal_logits_at_the_edge_of_a_filter_are_kept_as_the_cpu_keeps_them(data):
-    """Few distinct values: top_k keeps all ties, top_p the lower ids. Also where it sees the best tokens alone."""
+    """Few distinct values: top_k keeps all ties, top_p the lower ids. Also if it reads only the best tokens."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     values = data.draw(st.lists(st.sampled_from([0.0, 1.0, 2.0, 2.5, -4.0, -INF]), min_size=12, max_size=12))
     if max(values) == -INF:
@@ -159,7 +160,7 @@ def test_equal_logits_at_the_edge_of_a_filter_are_kept_as_the_cpu_keeps_them(dat
 
 
 def test_top_p_of_the_best_tokens_alone_is_top_p_of_all(device, monkeypatch):
-    """Where top_k is small the row is not sorted; ties with the k-th best are more than are looked at."""
+    """If top_k is small the row is not sorted; more tokens tie with the k-th best than are read."""
     params = [SamplingParams(temperature=1.0, top_k=k, top_p=p) for k in (1, 5, 20, 40) for p in (0.3, 0.8, 0.99)]
     pair, rng = Pair(params, 2000, device), np.random.default_rng(3)
     slots, positions = pair.rows(rng, 60)
@@ -172,7 +173,7 @@ def test_top_p_of_the_best_tokens_alone_is_top_p_of_all(device, monkeypatch):
 
 
 def test_on_smooth_logits_the_sets_differ_by_a_rounding_at_most(device):
-    """No grid: the mass of what only one of the two keeps is nothing."""
+    """The tokens that only one of the two keeps have no mass."""
     params = [SamplingParams(temperature=t, top_p=p, top_k=k) for t in (0.6, 1.0) for p in (0.9, 0.99) for k in (0, 64)]
     num_tokens = 5000 if device == "cpu" else 128_256
     pair, rng = Pair(params, num_tokens, device), np.random.default_rng(1)

@@ -11,16 +11,17 @@ pytest.importorskip("triton", reason="the kernels are written in Triton: pip ins
 from faser.errors import ConfigError
 from faser.models import layers
 from faser.runtime.cuda import linear
-from faser.runtime.cuda.linear import CUBLAS, MAX_SPLIT_PROGRAMS, NUM_SMS, TILE_ROWS, Plan, Workspace, choose
+from faser.runtime.cuda.linear import Workspace
+from faser.runtime.cuda.linear_plans import CUBLAS, MAX_SPLIT_PROGRAMS, NUM_SMS, TILE_ROWS, Plan, choose
 
 EPS = 1e-5
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of the norm of the result
 
 ROW_PLANS = {
     "chunks": Plan("chunks", 8, 64, 2),
-    "walk in one step": Plan("walk", 16, 256, 2, programs=5),
-    "walk in two steps": Plan("walk", 8, 256, 2, programs=6),
-    "walk in many steps": Plan("walk", 4, 256, 1, programs=3),
+    "persistent, in one step": Plan("persistent", 16, 256, 2, programs=5),
+    "persistent, in two steps": Plan("persistent", 8, 256, 2, programs=6),
+    "persistent, in many steps": Plan("persistent", 4, 256, 1, programs=3),
 }
 TILE_PLANS = {
     "tiles": Plan("tiles", 64, 64, 4, num_stages=2),
@@ -76,7 +77,7 @@ def assert_near(out, expected):
 
 
 def assert_all_near(layer, workspace=None, plan=None):
-    """Every product of the layer with one plan, or with those chosen."""
+    """Every product of the layer with one plan, or with the chosen plans."""
     num_rows, n = layer.residual.shape
     normed, gate_up = scratch(layer, n)
     out = unwritten(num_rows, n, layer.x)
@@ -191,17 +192,17 @@ def test_every_chosen_plan_fits_its_buffers(k, dtype):
         assert plan.split == 1 or -(-n // plan.block_n) * plan.split <= MAX_SPLIT_PROGRAMS
         assert plan.split == 1 or (product == "residual" and plan.split * plan.block_k <= k)
         assert plan.kernel != "tiles" or num_rows <= TILE_ROWS
-        if plan.kernel == "walk":
+        if plan.kernel == "persistent":
             assert plan.block_k >= k
             assert plan.programs * plan.block_n >= n or plan.programs <= 4 * (num_sms or NUM_SMS), "they run at once"
         assert choose(product, num_rows, n, k, dtype, can_split=False, num_sms=num_sms).split == 1
 
 
 def test_a_gpu_with_less_shared_memory_loads_less_ahead(monkeypatch):
-    """Triton refuses what needs more than there is."""
+    """Triton refuses a kernel that needs more shared memory than the GPU has."""
     launched = []
     monkeypatch.setattr(linear, "_shared_bytes", lambda device: 48 * 1024)
-    monkeypatch.setattr(linear, "_tiles_kernel", {(2, 1): lambda *args, **options: launched.append(options["STAGES"])})
+    monkeypatch.setattr(linear, "tiles_kernel", {(2, 1): lambda *args, **options: launched.append(options["STAGES"])})
     layer = Layer.random(5, 75, 200, ("cpu", torch.bfloat16))
     for plan in Plan("tiles", 64, 64, num_stages=8), Plan("tiles", 64, 512, num_stages=3):
         linear.norm_head(layer.x, layer.norm, EPS, layer.weight, layer.residual, layer.x, plan)

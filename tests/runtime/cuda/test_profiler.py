@@ -1,11 +1,10 @@
-"""The profiler over the CUDA executor: the graphs that serve are measured, and serve as if they had not been."""
+"""The profiler over the CUDA executor measures the graphs that serve, and leaves no trace in them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-import torch
 
 from faser.cost.profiled_cost import ProfiledCost
 from faser.models.transformer import Transformer
@@ -18,16 +17,9 @@ from tests.tiny import CONFIGS, make_draft
 pytest.importorskip("triton")
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    if (request.param == "cpu") == torch.cuda.is_available():
-        pytest.skip("the interpreter serves where there is no CUDA device, and only there")
-    return request.param
-
-
 @pytest.fixture
 def profiling(device, tmp_path, monkeypatch):
-    """Nothing is kept, and an interpreter is given no time, which leaves the steps no profile can do without."""
+    """No profile is kept. The interpreter gets no time, so that only the steps every profile needs are measured."""
     from faser.runtime.cuda.device import CudaDevice
 
     monkeypatch.setenv("FASER_CACHE", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Rows laid out on the device are those of faser.runtime.cpu.rows.Rows, and padding is nobody's."""
+"""Rows laid out on the device equal those of faser.runtime.cpu.rows.Rows, and padding rows belong to no slot."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ MAX_LEN = 900
 
 @pytest.fixture
 def device(place):
-    """For what reads no logits: one dtype will do."""
+    """No test here reads logits: one dtype is enough."""
     if place[1] != torch.float32:
         pytest.skip("the dtype of the logits does not matter here")
     return place[0]
@@ -67,7 +67,7 @@ def make_history(rng: np.random.Generator, max_slots: int, device: str) -> torch
 
 
 def filled(rows: DeviceRows) -> DeviceRows:
-    """With garbage, so that what is not written shows."""
+    """Filled with garbage, so that entries that are not written show."""
     for buffer in vars(rows).values():
         buffer.fill_(-77)
     return rows
@@ -154,7 +154,7 @@ def test_each_draft_step_has_a_row_for_every_request_that_still_drafts(device, c
 @pytest.mark.parametrize(("count", "num_bucket"), [(0, 4), (1, 1), (5, 8), (37, 40)])
 @pytest.mark.parametrize("model", ["target", "draft"])
 def test_settling_on_the_device_is_settling_the_plan(device, model, count, num_bucket):
-    """As after a step that drafted: the target has one row, the draft two where all its tokens were accepted."""
+    """After a step that drafted: the target has one row, the draft two if all its tokens were accepted."""
     rng = np.random.default_rng(count)
     slots, num_tokens = rng.permutation(50)[:count], rng.integers(20, 90, count)
     unsettled, refused = rng.random(count) < 0.7, rng.integers(0, 6, 50)

@@ -1,0 +1,213 @@
+"""Where drafts come from on a GPU: a draft model, or prompt lookup.
+
+A drafter writes its tokens into the device's history, behind each request's context and the drafts that wait there.
+Knows plans and its own model; knows nothing of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from faser.arrays import IntArray
+from faser.runtime.cuda.model import CudaModel
+from faser.runtime.cuda.sampling import Slots
+from faser.runtime.cuda.shapes import Shape, first_draft, next_draft, on_part
+from faser.runtime.ngram import lookup
+from faser.step import PageWrites, StepPlan
+
+
+class Draft(Protocol):
+    """The drafts of one step while they are made. B requests of the plan, n that drafted in the latest launch."""
+
+    @property
+    def num_tokens(self) -> IntArray:
+        """[B] tokens drafted so far."""
+        ...
+
+    @property
+    def requests(self) -> IntArray:
+        """[n] by index in the plan, in the order of the rows of the launch."""
+        ...
+
+    @property
+    def num_unfinished(self) -> int:
+        """How many of the first of them have not reached their lengths."""
+        ...
+
+    @property
+    def confidence(self) -> torch.Tensor | None:
+        """[n or more] probability of the latest tokens, on the device; None: the drafter has no probabilities."""
+        ...
+
+    def extend(self, num_sms: int = 0) -> bool:
+        """Launch the next token of every request that has not reached its length. False: nobody had one to come.
+
+        `num_sms` is the part of the device that the launch keeps to; 0: the whole device.
+        """
+        ...
+
+
+class CudaDrafter(Protocol):
+    """Makes the drafts of a step.
+
+    Room for draft heads: a drafter that reads the target's hidden states gets one more method, which the executor calls
+    behind each verification with the rows it computed; a drafter of blocks launches several tokens in one `extend`.
+    """
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the host must know all tokens of the context. Then no step is planned ahead of a result."""
+        ...
+
+    @property
+    def models(self) -> Sequence[CudaModel]:
+        """Whose graphs are captured."""
+        ...
+
+    def graphs(self, num_requests: Sequence[int], length: int) -> list[tuple[CudaModel, Shape | None]]:
+        """What drafts of `length` tokens replay, for these batch sizes."""
+        ...
+
+    def apply(self, writes: PageWrites) -> None: ...
+
+    def begin(self, plan: StepPlan) -> Draft:
+        """The drafts of a step. Nothing is launched before the first `extend`."""
+        ...
+
+
+class CudaModelDrafter:
+    """A small model that samples with the target's noise, so that it agrees as often as it can."""
+
+    needs_tokens = False
+
+    def __init__(self, model: CudaModel) -> None:
+        self.models = (model,)
+        self.ragged = True  # False, for measuring: every token of a draft costs as if everybody drafted it
+
+    def graphs(self, num_requests: Sequence[int], length: int) -> list[tuple[CudaModel, Shape | None]]:
+        (model,) = self.models
+        first: list[tuple[CudaModel, Shape | None]] = [(model, first_draft(size, 2)) for size in num_requests]
+        return first + [(model, next_draft(size)) for size in num_requests if length > 1]
+
+    def apply(self, writes: PageWrites) -> None:
+        self.models[0].apply(writes)
+
+    def begin(self, plan: StepPlan) -> ModelDraft:
+        return ModelDraft(self.models[0], plan, self.ragged)
+
+
+class ModelDraft:
+    """Ragged: a request leaves at its own length. The longest drafts come first, so active rows are the first rows.
+
+    The first launch also computes the context tokens the draft lags behind by, for requests that will not draft yet as
+    well.
+    """
+
+    def __init__(self, model: CudaModel, plan: StepPlan, ragged: bool) -> None:
+        order = np.argsort(-plan.lengths, kind="stable")
+        self._order = order[plan.draft_rows[order] > 0]  # [n] by index in the plan
+        self._lengths = plan.lengths[self._order]
+        longest = int(self._lengths.max(initial=0))
+        # by tokens drafted: the requests that draft one more
+        self._num_active: list[int] = np.searchsorted(-self._lengths, -np.arange(longest)).tolist()
+        self._depth = 0  # tokens launched
+        self._model = model
+        self._plan = plan
+        self._ragged = ragged
+
+    @property
+    def num_tokens(self) -> IntArray:
+        lengths = self._plan.lengths
+        return lengths if self._depth >= len(self._num_active) else np.minimum(lengths, self._depth)
+
+    @property
+    def requests(self) -> IntArray:
+        return self._order[: self._num_active[self._depth - 1] if self._num_active else 0]
+
+    @property
+    def num_unfinished(self) -> int:
+        return self._num_active[self._depth] if self._depth < len(self._num_active) else 0
+
+    @property
+    def confidence(self) -> torch.Tensor:
+        return self._model.choices.confidence
+
+    def extend(self, num_sms: int = 0) -> bool:
+        if not self._order.size or 0 < self._depth >= len(self._num_active):
+            return False
+        if self._depth == 0:
+            self._launch_first(num_sms)
+        else:
+            shape = next_draft(self._num_active[self._depth] if self._ragged else self._order.size)
+            self._model.launch(replace(shape, num_sms=num_sms) if num_sms else shape)
+        self._depth += 1
+        return True
+
+    def _launch_first(self, num_sms: int) -> None:
+        plan, order, model = self._plan, self._order, self._model
+        rows, start = plan.draft_rows[order], plan.draft_start[order]
+        none = np.zeros_like(rows)
+        model.set_requests(
+            plan.slots[order], start, rows, none, self._lengths > 0, plan.unsettled[order], none, plan.frontier[order]
+        )
+        model.set_lengths(self._lengths)
+        shape = on_part(first_draft(rows.size, int(rows.max())), num_sms)
+        model.launch_rows(shape, rows, start, self._num_active[0] if self._num_active else 0)
+
+
+class CudaNgramDrafter:
+    """Prompt lookup on the host: what followed the last time these tokens were seen. It may find nothing."""
+
+    needs_tokens = True
+    models: tuple[CudaModel, ...] = ()
+
+    def __init__(self, slots: Slots, history: IntArray) -> None:
+        self._slots = slots
+        self._history = history  # int64 [max_slots, max_len] the host's copy of the tokens
+
+    def graphs(self, num_requests: Sequence[int], length: int) -> list[tuple[CudaModel, Shape | None]]:
+        return []
+
+    def apply(self, writes: PageWrites) -> None:
+        """It has no pages."""
+
+    def begin(self, plan: StepPlan) -> NgramDraft:
+        return NgramDraft(self._slots, self._history, plan)
+
+
+class NgramDraft:
+    """All tokens at once."""
+
+    confidence = None
+    num_unfinished = 0
+
+    def __init__(self, slots: Slots, history: IntArray, plan: StepPlan) -> None:
+        self._slots = slots
+        self._history = history
+        self._plan = plan
+        self._is_done = False
+        self.num_tokens = np.zeros_like(plan.lengths)
+
+    @property
+    def requests(self) -> IntArray:
+        return np.flatnonzero(self.num_tokens)
+
+    def extend(self, num_sms: int = 0) -> bool:
+        if self._is_done:
+            return False
+        plan, self._is_done = self._plan, True
+        for i in np.flatnonzero(plan.lengths).tolist():
+            slot, first = int(plan.slots[i]), int(plan.num_tokens[i])
+            found = lookup(self._history[slot, :first], int(plan.lengths[i]))
+            if found.size:
+                drafted = slice(first, first + found.size)
+                self._history[slot, drafted] = found
+                tokens = torch.from_numpy(found.astype(np.int32))
+                self._slots.history[slot, drafted] = tokens.to(self._slots.history.device)
+                self.num_tokens[i] = found.size
+        return True
