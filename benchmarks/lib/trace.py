@@ -356,8 +356,10 @@ def complete(args: argparse.Namespace) -> None:
     if args.worker is not None:
         return
     from faser.policy import make_policy
+    from faser.traffic.summary import Slo
     from faser.traffic.traces import read_trace
 
+    Slo.parse(args.slo)
     args.policies = tuple(dict.fromkeys(make_policy(name).name for name in args.policies))
     read_trace(args.trace)
     if args.resume:

@@ -113,8 +113,8 @@ def words(page: str) -> str:
 
 
 def test_the_page_nests_and_names_every_system_load_and_part() -> None:
-    page = page_of(full(ablation=["off", "fixed:3", "faser"]))
-    text = words(page)
+    html = page_of(full(ablation=["off", "fixed:3", "faser"]))
+    text = words(html)
     for name in (
         *POLICIES,
         "vLLM K=4",
@@ -125,18 +125,18 @@ def test_the_page_nests_and_names_every_system_load_and_part() -> None:
         "15 November 2026, 09:31 UTC",
     ):
         assert name in text
-    parts = reading(page).parts
+    parts = reading(html).parts
     assert parts[:4] == ["Headline", "Systems", "All figures", "Over time"]
     assert set(parts[4:]) == {"Acceptance", "Where time goes", "Ablation", "What the figures mean"}
     assert "faser bench --policies off,fixed:1..3 --report 'a folder'" in text
 
 
 def test_the_page_refers_to_nothing_outside_itself() -> None:
-    page = page_of(full()).replace("http://www.w3.org/2000/svg", "")
-    for tag, attributes in reading(page).tags:
+    html = page_of(full()).replace("http://www.w3.org/2000/svg", "")
+    for tag, attributes in reading(html).tags:
         for name in ("src", "href", "xlink:href", "action", "srcset"):
             assert (attributes.get(name) or "data:").startswith(("data:", "#")), f"{tag} loads {attributes[name]}"
-    assert not re.search(r"https?://|@import|url\((?!#|data:)", page)
+    assert not re.search(r"https?://|@import|url\((?!#|data:)", html)
 
 
 def test_every_figure_of_the_tables_is_the_documents_own() -> None:
@@ -199,12 +199,12 @@ def test_a_string_of_the_document_is_never_markup(where: str) -> None:
     )
     given = replace(given, command=(evil,) if where == "command" else ("faser",))
     given = replace(given, workload={"source": evil} if where == "workload" else {})
-    page = page_of(given)
-    reader = reading(page)
+    html = page_of(given)
+    reader = reading(html)
     assert "alert('x')" not in "".join(reader.scripts)
     assert [tag for tag, _ in reader.tags].count("script") == 1
     assert not any("onclick" in attributes for _, attributes in reader.tags)
-    assert "&lt;script&gt;" in page
+    assert "&lt;script&gt;" in html
 
 
 def test_a_partial_run_is_marked() -> None:
@@ -222,10 +222,10 @@ def test_a_document_without_runs_is_still_a_page() -> None:
 
 
 def test_one_run_draws_bars_and_asks_for_no_choice_of_load() -> None:
-    page = page_of(document([run("faser", 1.0, 0, "faser", 1.0)]))
-    assert 'class="ratio' not in page
+    html = page_of(document([run("faser", 1.0, 0, "faser", 1.0)]))
+    assert 'class="ratio' not in html
     assert len(page.compose(document([run("faser", 1.0, 0, "faser", 1.0)])).latency) == 1
-    assert re.search(r'class="card sticky" hidden', page)
+    assert re.search(r'class="card sticky" hidden', html)
 
 
 def test_what_a_system_does_not_tell_is_a_gap() -> None:
@@ -276,12 +276,12 @@ def test_the_page_opens_on_a_time_line_that_exists(runs: list[RunDocument], open
 
 
 def test_systems_without_a_time_line_are_crossed_out_and_say_why() -> None:
-    page = page_of(document([run("off", 1.0, 0, "off", 1.0), run("faser", 1.0, 0, "faser", 1.0),
+    html = page_of(document([run("off", 1.0, 0, "off", 1.0), run("faser", 1.0, 0, "faser", 1.0),
                              unseen("off", 2.0, "off"), run("faser", 2.0, 0, "faser", 1.0)]))  # fmt: skip
-    crossed = re.findall(r"body:has\(#load-(\d):checked\) label:has\(#system-(\d)\)", page)
+    crossed = re.findall(r"body:has\(#load-(\d):checked\) label:has\(#system-(\d)\)", html)
     assert crossed == [("1", "0")]
-    assert "No time line of off at 2 requests/s: its run has no record of the steps." in words(page)
-    assert "Systems crossed out have no time line at 2 requests/s." in words(page)
+    assert "No time line of off at 2 requests/s: its run has no record of the steps." in words(html)
+    assert "Systems crossed out have no time line at 2 requests/s." in words(html)
 
 
 # ── the systems ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -338,10 +338,10 @@ def test_every_policy_is_explained() -> None:
 
 def test_the_document_explains_its_own_systems() -> None:
     given = document([run("+ off", 1.0, 0, "+ off", 1.0)], {"systems": {"+ off": "all of <it>", "else": "unused"}})
-    page = page_of(given)
-    assert "all of <it>" in words(page)
-    assert "<it>" not in page
-    assert "unused" not in page
+    html = page_of(given)
+    assert "all of <it>" in words(html)
+    assert "<it>" not in html
+    assert "unused" not in html
     assert "old off" in words(page_of(document([run("old off", 1.0, 0, "off", 1.0)])))
     assert legend.explain("old off", "off").endswith("; from a file of results")
 
@@ -390,10 +390,10 @@ def test_fifty_runs_stay_below_three_megabytes_and_records_are_not_in_it() -> No
     given = full((0.5, 1.0, 1.5), 3)
     records = tuple(Record(i, "secret", 5, 0.0, 1.0, 2.0, 9) for i in range(500))
     given = replace(given, runs=tuple(replace(each, records=records) for each in given.runs))
-    page = page_of(given)
+    html = page_of(given)
     assert len(given.runs) > 50
-    assert len(page.encode()) < 3_000_000
-    assert "secret" not in page
+    assert len(html.encode()) < 3_000_000
+    assert "secret" not in html
 
 
 def test_a_long_time_line_is_put_together_without_losing_tokens() -> None:
@@ -421,13 +421,13 @@ def test_the_example_of_the_schema_can_be_drawn() -> None:
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in SHIPPED.glob("*/results.json")))
 def test_a_shipped_page_explains_its_systems_and_opens_on_a_time_line(name: str) -> None:
     given = Document.from_dict(json.loads((SHIPPED / name / "results.json").read_text(encoding="utf-8")))
-    page = (SHIPPED / name / "report.html").read_text(encoding="utf-8")
+    html = (SHIPPED / name / "report.html").read_text(encoding="utf-8")
     for system in figures.read(explained(given)).systems:
         assert system.meaning not in (legend.UNKNOWN, legend.OTHER)
-        assert str(escape(system.meaning)) in page, system.name
-    opened = re.findall(r'id="(load|system)-(\d+)" checked', page)
+        assert str(escape(system.meaning)) in html, system.name
+    opened = re.findall(r'id="(load|system)-(\d+)" checked', html)
     load, system_number = (number for _, number in opened)
-    assert re.search(rf'<div data-load="{load}" data-system="{system_number}"><div class="drawing"', page)
+    assert re.search(rf'<div data-load="{load}" data-system="{system_number}"><div class="drawing"', html)
 
 
 # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
