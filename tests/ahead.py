@@ -37,7 +37,7 @@ class Ahead:
         self.plans.popleft()
         return self.results.popleft()
 
-    def go_on(self) -> None:
+    def finish_launch(self) -> None:
         self.went_on = len(self.results)
 
     def may_run_ahead(self, plan: StepPlan) -> bool:

@@ -277,7 +277,7 @@ class World:
             self.receive(self.scheduler.take_ended())
             return False
         self.plans.append(plan)
-        self.receive(self.scheduler.commit(plan, self.executor.execute(plan)))
+        self.receive(self.scheduler.commit(plan, self.executor.execute(plan)).progress)
         if self.scheduler.pace is not None:
             spent = self.seconds(plan)
             self.scheduler.pace.learn(plan, spent, spent.total)

@@ -60,7 +60,7 @@ class Acceptance:
         `depth`: of the first positions alone.
         """
         mean = self.mean
-        own = (view.accepted + STRENGTH * mean) / (view.judged + STRENGTH)
+        own = (view.accepted + STRENGTH * mean) / (view.tried + STRENGTH)
         shift = _moderate_odds(own) - _moderate_odds(np.array(mean))
         rates = 1 / (1 + np.exp(-_moderate_odds(self.rates[:depth]) - shift[:, None]))
         return _moderate(rates)

@@ -27,13 +27,11 @@ class BatchView:
     num_tokens: IntArray  # context
     lag: IntArray  # context tokens the draft has yet to compute: 1 or 2 where it kept up, 0 without a draft model
     limit: IntArray  # the most this request may draft: max_draft, and what it may still emit
-    drafted: IntArray  # tokens drafted for it so far
-    accepted: IntArray  # and accepted
-    judged: IntArray  # accepted, and in every step the first that was refused: what was tried, at even odds
+    accepted: IntArray  # drafted tokens accepted so far
+    tried: IntArray  # accepted + the first rejected of each step
     num_output: IntArray  # tokens it has put out
     remaining: IntArray  # and may still put out, if nothing stops it
     num_prefill_rows: int  # prompt rows that share the step
-    num_waiting: int
     cost: Cost | None = None  # there wherever the policy `needs_cost`
 
     @classmethod
@@ -41,8 +39,8 @@ class BatchView:
         """Requests of one size in their midst, of whose drafts nothing is known."""
         none = np.zeros(num_requests, dtype=np.int64)
         many = none + MAX_LENGTH + 1
-        return cls(none + np.arange(num_requests), none + num_tokens, none + 1, many - 1, none, none, none, none, many,
-                   0, 0, cost)  # fmt: skip
+        return cls(none + np.arange(num_requests), none + num_tokens, none + 1, many - 1, none, none, none, many,
+                   0, cost)  # fmt: skip
 
     @property
     def num_requests(self) -> int:

@@ -19,7 +19,7 @@ PRIOR_WEIGHT = 8.0  # judged tokens it counts as
 
 def request_rates(view: BatchView, prior: float = PRIOR_RATE) -> FloatArray:
     """[B] how often a drafted token of the request is accepted, between 0 and 1."""
-    rates: FloatArray = (view.accepted + PRIOR_WEIGHT * prior) / (view.judged + PRIOR_WEIGHT)
+    rates: FloatArray = (view.accepted + PRIOR_WEIGHT * prior) / (view.tried + PRIOR_WEIGHT)
     return np.clip(rates, 0.0, 1.0)
 
 

@@ -12,14 +12,14 @@ from faser.cost.profile import Profile, ProfiledCost
 from faser.engine.engine import Engine
 from faser.engine.pages import PagePool
 from faser.engine.prompt_pace import GPU, StepPace
-from faser.engine.scheduler import Limits
+from faser.engine.scheduler import Limits, Scheduler
 from faser.errors import ConfigError, RequestTooLong
 from faser.policy import Policy, make_policy
 from faser.policy.overlap import Overlap
 from faser.sim.clock import VirtualTime
 from faser.sim.executor import Noise, SimExecutor, Watch, no_noise
 from faser.sim.oracle import Oracle
-from faser.sim.quiet import QuietScheduler
+from faser.sim.quiet import QuietReporter
 from faser.step import StepPlan, StepSeconds
 
 
@@ -110,7 +110,7 @@ def make_replica(machine: Machine, policy: str, oracle: Oracle, seed: int = 0, w
         watch=watch,
     )
     pacing = replace(GPU, row_sizes=machine.profile.prompts.sizes)
-    scheduler = QuietScheduler(
+    scheduler = Scheduler(
         limits,
         chosen,
         _pool(machine),
@@ -120,6 +120,7 @@ def make_replica(machine: Machine, policy: str, oracle: Oracle, seed: int = 0, w
         cost=cost if goes_by_cost else None,
         overlap=None if machine.overlap == "off" else Overlap(machine.overlap),
         pace=StepPace(machine.max_step_ms / 1e3, pacing) if machine.max_step_ms else None,
+        reporter=QuietReporter,
     )
     return Replica(Engine(scheduler, executor, time.now, cost), time)
 

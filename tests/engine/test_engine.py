@@ -122,7 +122,7 @@ def test_a_request_that_may_have_ended_goes_on_until_that_is_known():
     assert ahead.lengths.tolist() == [0]
     last = executor.execute(ahead)
     for each, come in ((plan, result), (ahead, last)):
-        world.receive(scheduler.commit(each, come))
+        world.receive(scheduler.commit(each, come).progress)
     assert world.finished["a"].finish.reason is FinishReason.LENGTH
 
 

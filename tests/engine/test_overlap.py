@@ -127,20 +127,21 @@ def test_a_miss_is_known_to_a_plan_made_ahead_and_to_the_next_one(planned):
     assert (result.num_accepted.tolist(), result.hits.tolist()) == ([2], [False])
     scheduler.advance()
     ahead = scheduler.plan() if planned else None
-    world.receive(scheduler.commit(plan, result))
+    world.receive(scheduler.commit(plan, result).progress)
     if ahead is not None:
         assert ahead.frontier.tolist() == [2], "as if it had been a hit"
         world.executor.agreement = 1.0
-        world.receive(scheduler.commit(ahead, world.executor.execute(ahead)))
-        settled = scheduler._num_tokens[0] - 1  # it had one row, and its drafts begin anew
-        assert world.tokens["a"][-1:] == expected_output([1, 2, 3], SEED, int(settled) - 2)[-1:]
+        committed = scheduler.commit(ahead, world.executor.execute(ahead))
+        world.receive(committed.progress)
+        assert committed.plan.frontier.tolist() == [0]
+        assert world.tokens["a"] == expected_output([1, 2, 3], SEED, int(committed.plan.num_tokens[0]) - 2)
         following = scheduler.plan()
         assert following.frontier.tolist() == [2], "a hit again"
     else:
         following = scheduler.plan()
         assert following.frontier.tolist() == [0]
         assert following.draft_start[0] + following.draft_rows[0] == following.num_tokens[0]
-    world.receive(scheduler.commit(following, world.executor.execute(following)))
+    world.receive(scheduler.commit(following, world.executor.execute(following)).progress)
     world.drain()
     assert world.tokens["a"] == expected_output([1, 2, 3], SEED, 30)
 
@@ -260,12 +261,12 @@ def test_a_plan_made_ahead_leads_where_there_can_be_no_frontier(overlap, frontie
     assert (ahead.frontier.tolist(), lead_array(ahead).tolist()) == (frontier, lead)
     assert ahead.overlap.leads
     later = world.executor.execute(ahead)
-    world.receive(scheduler.commit(plan, result))
-    settled = scheduler.settled
+    world.receive(scheduler.commit(plan, result).progress)
+    settled, progress = scheduler.commit(ahead, later)
     assert settled.judged.tolist() == [max(frontier[0], lead[0]), 3]
     assert settled.overlap.chunk_of(settled.lengths).tolist() == [4, 4]
     assert settled.frontier.tolist() == (frontier if agreement else [0, 0])
-    world.receive(scheduler.commit(ahead, later))
+    world.receive(progress)
     world.drain()
     assert world.tokens == {"a": expected_output([1, 2, 3], SEED, 30), "b": expected_output([3, 2, 1], SEED, 30)}
 
@@ -301,7 +302,7 @@ def test_a_request_that_leads_is_cancelled_and_leaves_no_page(flying):
     result = world.executor.execute(plan)
     if flying:
         assert world.scheduler.cancel("a")
-    world.receive(world.scheduler.commit(plan, result))
+    world.receive(world.scheduler.commit(plan, result).progress)
     if not flying:
         assert world.scheduler.cancel("a")
     world.drain()

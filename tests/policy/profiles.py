@@ -50,13 +50,11 @@ def make_view(
         num_tokens=each(num_tokens),
         lag=each(lag),
         limit=each(limit),
-        drafted=each(judged),
         accepted=each(accepted),
-        judged=each(judged),
+        tried=each(judged),
         num_output=each(50),
         remaining=each(100),
         num_prefill_rows=prefill_rows,
-        num_waiting=0,
         cost=None if profile is None else ProfiledCost(profile),
     )
 

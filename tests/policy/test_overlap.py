@@ -246,7 +246,7 @@ def overlaps(overlap: Overlap, view, lengths) -> bool:
 
 
 def test_of_a_request_nobody_has_seen_as_much_is_expected_as_of_all():
-    new = replace(view_of(1, 0.5, {0: 0.9, 16: 0.35}), accepted=np.zeros(1, dtype=int), judged=np.zeros(1, dtype=int))
+    new = replace(view_of(1, 0.5, {0: 0.9, 16: 0.35}), accepted=np.zeros(1, dtype=int), tried=np.zeros(1, dtype=int))
     seven, overlap = np.full(1, MOST_LENGTH), Overlap("auto")
     assert overlap.chunks(new, seven) is None
     for _ in range(500):

@@ -31,8 +31,6 @@ from faser.policy.stopping import Stopping
 from faser.progress import Update
 from faser.request import TokenLogprobs
 from faser.rules.overlap import OverlapPlan
-from faser.runtime.cpu.drafter import NgramDrafter
-from faser.runtime.cpu.verifier import BROKEN
 from faser.runtime.cuda.compile import compile_all
 from faser.runtime.cuda.filters import Filters, logprobs, unpack_logprobs
 from faser.runtime.cuda.lanes import Lanes
@@ -53,7 +51,8 @@ from faser.runtime.cuda.sampling import (
     sample,
 )
 from faser.runtime.cuda.transfer import send
-from faser.runtime.sampling import Sampler
+from faser.runtime.ngram import NgramDrafter
+from faser.runtime.sampling import BROKEN, Sampler
 from faser.step import Admission, ExitReadings, Settling, StepPlan, StepResult, StepSeconds
 
 FILTERED_LOGITS = 1 << 22  # logits filtered at a time: sorting them takes some 250 MB
@@ -222,7 +221,7 @@ class CudaExecutor:
             self._submit(plan)
 
     def _submit(self, plan: StepPlan) -> None:
-        self._go_on()
+        self._finish_launch()
         for slot in plan.released:
             self._sampler.release(slot)
         self._admit(plan.admitted)
@@ -234,13 +233,13 @@ class CudaExecutor:
         self._flights.append(flight)
         next(flight.rest, None)
 
-    def go_on(self) -> None:
+    def finish_launch(self) -> None:
         """Through with the step that waits for the host, whatever the host has to do before the next."""
         if self._flights and not self._flights[-1].is_launched:
             with torch.inference_mode(), explained_shortage(EngineError):
-                self._go_on()
+                self._finish_launch()
 
-    def _go_on(self) -> None:
+    def _finish_launch(self) -> None:
         if self._flights:
             for _ in self._flights[-1].rest:
                 pass
@@ -298,7 +297,7 @@ class CudaExecutor:
     def collect(self) -> StepResult:
         """What came of the oldest step that was submitted; waits for it."""
         if len(self._flights) == 1:
-            self.go_on()
+            self.finish_launch()
         flight = self._flights.popleft()
         marks = flight.landing.marks
         try:
@@ -319,7 +318,7 @@ class CudaExecutor:
             flight.settled = plan.settle(settling[plan.slots])
         if _leads(plan):
             flight.plan = flight.settled
-            self.go_on()
+            self.finish_launch()
 
     def may_run_ahead(self, plan: StepPlan) -> bool:
         """Not where the host must know tokens or positions before it goes on: to look up, for a grammar, to filter."""

@@ -132,7 +132,7 @@ class SimulatedAhead(Simulated):
     def collect(self) -> StepResult:
         return self.results.popleft()
 
-    def go_on(self) -> None: ...
+    def finish_launch(self) -> None: ...
 
     def may_run_ahead(self, plan: StepPlan) -> bool:
         return True
@@ -618,7 +618,7 @@ def test_a_made_up_step_that_fails_leaves_nothing_behind(pair, cache):
     discarded = []
 
     class Asynchronous(Simulated):
-        submit = collect = go_on = may_run_ahead = None
+        submit = collect = finish_launch = may_run_ahead = None
 
         def discard(self) -> None:
             discarded.append(True)
