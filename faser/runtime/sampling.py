@@ -50,6 +50,7 @@ _MIN_TEMPERATURE = 1e-30  # a gap between logits divided by this is still a fini
 _LOWEST = np.finfo(np.float32).min
 
 NO_TOKENIZER = "a grammar needs a tokenizer, and the model has none; leave the grammar out"
+BROKEN = "the model gave no finite logits for this request (overflow in its dtype?); try another dtype"
 NO_TOKEN = "none of the tokens the grammar allows has a chance here; give a simpler grammar"
 
 

@@ -11,13 +11,13 @@ from faser.engine import prompt_pace
 from faser.errors import ConfigError
 from faser.models.transformer import Transformer
 from faser.progress import progress_bar
-from faser.runtime.cpu.drafter import NgramDrafter
 from faser.runtime.cuda.executor import CudaExecutor
 from faser.runtime.cuda.lanes import Lanes
 from faser.runtime.cuda.memory import Ledger, explained_shortage, fitting_pages
 from faser.runtime.cuda.model import MIXED_BUCKETS, ROW_BUCKETS, CudaModel
 from faser.runtime.cuda.sampling import Slots
 from faser.runtime.device import Parts, Profiling, Speeds
+from faser.runtime.ngram import NgramDrafter
 
 log = logging.getLogger("faser.engine.engine")
 
