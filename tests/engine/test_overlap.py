@@ -146,6 +146,26 @@ def test_a_miss_is_known_to_a_plan_made_ahead_and_to_the_next_one(planned):
     assert world.tokens["a"] == expected_output([1, 2, 3], SEED, 30)
 
 
+def test_a_frontier_is_cut_to_the_rows_that_newly_decoding_requests_leave():
+    """One request has a frontier of 14 in steps of 16 rows when 15 prompts of one token arrive."""
+    world = World(Fixed(15), overlap=Overlap(), agreement=1.0, max_batch_tokens=16, max_running=16, max_model_len=128,
+                  num_pages=512, num_draft_pages=512)  # fmt: skip
+    requests = [make_request(str(i), [1, i % 5, 2][: 1 + 2 * (i == 0)], 60) for i in range(16)]
+    world.add(requests[0])
+    for _ in range(3):
+        world.step()
+    assert world.plans[-1].frontier.tolist() == [14]
+    for request in requests[1:]:
+        world.add(request)
+    world.step()
+    plan = world.plans[-1]
+    assert plan.slots.size == 16
+    assert (plan.num_rows + plan.judged).sum() == 16, "31 rows with all of the frontier"
+    world.drain()
+    for request in requests:
+        assert world.tokens[request.id] == expected_output(request.prompt_token_ids, SEED, 60)
+
+
 def test_a_settled_plan_verifies_no_guess_that_came_to_nothing():
     world = World(Fixed(3), overlap=Overlap(), agreement=1.0, max_batch_tokens=64)
     world.add(make_request("a", [1, 2, 3], 30))
