@@ -17,7 +17,7 @@ from faser.engine.open_request import OpenRequest
 from faser.engine.pages import PagePool
 from faser.engine.prefixes import Prefixes
 from faser.engine.prompt_pace import Room, turns
-from faser.engine.slots import Slots
+from faser.engine.slots import SlotTable
 from faser.errors import InvalidRequest, RequestTooLong
 from faser.request import Request
 
@@ -44,7 +44,7 @@ def check_size(request: Request, max_model_len: int, target_pages: PagePool) -> 
 class AdmissionQueue:
     """Waiting requests, oldest first."""
 
-    def __init__(self, slots: Slots, target_pages: PagePool, prefixes: Prefixes) -> None:
+    def __init__(self, slots: SlotTable, target_pages: PagePool, prefixes: Prefixes) -> None:
         self._waiting: deque[OpenRequest] = deque()
         self._slots = slots
         self._target_pages = target_pages

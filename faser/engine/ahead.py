@@ -15,7 +15,7 @@ import numpy as np
 
 from faser.arrays import BoolArray, IntArray
 from faser.engine.drafting import DraftPlanner
-from faser.engine.slots import Slots
+from faser.engine.slots import SlotTable
 from faser.errors import EngineError
 from faser.step import Settling, StepPlan, StepResult
 
@@ -40,7 +40,7 @@ class _PlanInFlight:
 class PlansInFlight:
     """Plans that were handed out and not committed: two at most, of which the older is advanced."""
 
-    def __init__(self, slots: Slots, drafts: DraftPlanner) -> None:
+    def __init__(self, slots: SlotTable, drafts: DraftPlanner) -> None:
         self.unsettled: BoolArray = slots.mask([])  # by slot: drafts are counted on
         self.held: set[int] = set()  # slots of ended requests that a plan in flight still has
         self._plans: deque[_PlanInFlight] = deque()  # oldest first

@@ -16,7 +16,7 @@ from faser.cost.profile import Cost
 from faser.engine.pages import PagePool
 from faser.engine.prefixes import Prefixes
 from faser.engine.prompt_pace import KEPT_UP, Room, StepPace, catch_up_work, share
-from faser.engine.slots import Slots
+from faser.engine.slots import SlotTable
 from faser.errors import EngineError
 from faser.policy import BatchView, Policy
 from faser.policy.base import Outcome
@@ -71,7 +71,7 @@ class DraftPlanner:
         self,
         limits: Limits,
         policy: Policy,
-        slots: Slots,
+        slots: SlotTable,
         target_pages: PagePool,
         draft_pages: PagePool | None,
         prefixes: Prefixes,
@@ -167,7 +167,7 @@ class DraftPlanner:
     def fit_target_pages(self, slots: IntArray, begin: IntArray, num_judged: IntArray, lengths: IntArray) -> IntArray:
         """Reserve target pages for the `num_judged` [B] new drafts that this step verifies.
 
-        Where pages are short nobody drafts, which is better than to preempt.
+        Where pages are short no request drafts, which is better than to preempt.
         """
         return lengths if self._target_pages.reserve(slots, begin + num_judged) else np.zeros_like(lengths)
 
@@ -243,9 +243,9 @@ class DraftPlanner:
     # ── pages and rows of the draft ──────────────────────────────────────────────────────────────────────────────────
 
     def _grant(self, slots: IntArray, rows: IntArray, needed: IntArray) -> BoolArray:
-        """Reserve draft pages for the oldest that want some.
+        """Reserve draft pages for the oldest requests that have rows.
 
-        The newest give theirs up, so that somebody always catches up.
+        The newest give theirs up, so that at least the oldest catches up.
         """
         assert self._draft_pages is not None
         granted = np.zeros(slots.size, dtype=np.bool_)
@@ -268,7 +268,7 @@ class DraftPlanner:
             self._prefixes.release_draft(slot)
 
     def _share_catch_up(self, rows: IntArray, start: IntArray, beside_prompts: bool) -> IntArray:
-        """Cut the draft's rows to what a step has room for. Returns the same array where nobody is late.
+        """Cut the draft's rows to what a step has room for. Returns the same array where no request is late.
 
         Requests that kept up come first: they wait for no long catch-up. The others share the rest as prompts do.
         """

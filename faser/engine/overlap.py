@@ -15,7 +15,7 @@ import numpy as np
 from faser.arrays import BoolArray, IntArray
 from faser.engine.drafting import Drafting, DraftPlanner
 from faser.engine.pages import PagePool
-from faser.engine.slots import Slots
+from faser.engine.slots import SlotTable
 from faser.policy.base import Outcome
 from faser.policy.overlap import Chunks, Overlap
 from faser.rules.overlap import OverlapPlan
@@ -25,7 +25,7 @@ from faser.step import Settling, StepPlan, StepResult
 class OverlapState:
     """`chooser` decides whether a step overlaps; None: no step does, and what frontiers there are is verified."""
 
-    def __init__(self, chooser: Overlap | None, drafts: DraftPlanner, slots: Slots, target_pages: PagePool) -> None:
+    def __init__(self, chooser: Overlap | None, drafts: DraftPlanner, slots: SlotTable, target_pages: PagePool) -> None:
         self.chooser = chooser
         self._drafts = drafts
         self._slots = slots

@@ -16,7 +16,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from faser.arrays import IntArray
+from faser.arrays import BoolArray, IntArray
 from faser.errors import EngineError
 from faser.step import PageWrites
 
@@ -186,3 +186,38 @@ class PagePool:
     def _write(self, slots: IntArray, columns: IntArray, pages: IntArray) -> None:
         self.table[slots, columns] = pages
         self._writes.append((slots, columns))
+
+
+class PagePools:
+    """The pools of both models; `draft` is None where drafts need no KV."""
+
+    def __init__(self, target: PagePool, draft: PagePool | None) -> None:
+        self.target = target
+        self.draft = draft
+        self._all = [target] if draft is None else [target, draft]
+
+    def release(self, slot: int) -> None:
+        for pool in self._all:
+            pool.release(slot)
+
+    def truncate(self, slots: IntArray, num_tokens: IntArray, num_draft_tokens: IntArray) -> None:
+        self.target.truncate(slots, num_tokens)
+        if self.draft is not None:
+            self.draft.truncate(slots, num_draft_tokens)
+
+    def take_writes(self) -> tuple[PageWrites, PageWrites]:
+        return self.target.take_writes(), self.draft.take_writes() if self.draft is not None else NO_WRITES
+
+    def lend(self, num_tokens: IntArray) -> bool:
+        """Reserve pages of both models for the first slots; False where free pages are short: idle ones stay."""
+        needed = int((-(-num_tokens // self.target.page_size)).sum())
+        if any(pool.num_free < needed for pool in self._all):
+            return False
+        return all(pool.reserve(np.arange(num_tokens.size), num_tokens) for pool in self._all)
+
+    def check(self, empty: BoolArray) -> None:
+        """Raise EngineError unless both pools are consistent and slots without a request hold no page."""
+        for pool in self._all:
+            pool.check()
+            if pool.count[empty].any():
+                raise EngineError("a slot without a request holds pages")

@@ -13,13 +13,13 @@ import numpy as np
 from faser.arrays import IntArray
 from faser.engine.open_request import OpenRequest
 from faser.engine.pages import PagePool, page_hash
-from faser.engine.slots import Slots
+from faser.engine.slots import SlotTable
 
 
 class Prefixes:
     """Prompt pages are published as soon as they are computed, output pages when their request leaves."""
 
-    def __init__(self, slots: Slots, target_pages: PagePool, draft_pages: PagePool | None, caching: bool) -> None:
+    def __init__(self, slots: SlotTable, target_pages: PagePool, draft_pages: PagePool | None, caching: bool) -> None:
         self.num_queries = 0  # tokens looked for
         self.num_hits = 0  # tokens found
         self._slots = slots
@@ -42,7 +42,7 @@ class Prefixes:
             waiting.num_found += self._target_pages.find(rest)[0]
 
     def find(self, waiting: OpenRequest) -> tuple[list[bytes], int]:
-        """Names of the leading pages that are cached now, and how many of these pages nobody holds."""
+        """Names of the leading pages that are cached now, and how many of these pages are idle."""
         if not self._caching:
             return [], 0
         names = waiting.page_names[: self._last_useful(waiting)]

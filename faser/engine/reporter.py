@@ -9,7 +9,7 @@ import numpy as np
 
 from faser.arrays import BoolArray, IntArray
 from faser.engine.open_request import OpenRequest
-from faser.engine.slots import Slots
+from faser.engine.slots import SlotTable
 from faser.request import FinishReason, Progress, TokenLogprobs
 from faser.step import StepResult
 
@@ -17,7 +17,7 @@ from faser.step import StepResult
 class Reporter:
     """Most requests just get their tokens. Those that may end here, or asked for more than tokens, are examined."""
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: SlotTable) -> None:
         self.slots = slots
         self._asks_more: BoolArray = np.zeros(slots.max_running, dtype=np.bool_)  # by slot: stop strings or logprobs
         self._stop_counts: Counter[int] = Counter()  # stop id → running requests that have it

@@ -20,11 +20,11 @@ from faser.engine.ahead import PlansInFlight
 from faser.engine.drafting import Drafting, DraftPlanner
 from faser.engine.open_request import OpenRequest
 from faser.engine.overlap import OverlapState
-from faser.engine.pages import NO_WRITES, PagePool
+from faser.engine.pages import PagePool, PagePools
 from faser.engine.prefixes import Prefixes
 from faser.engine.prompt_pace import StepPace, prompt_room, share_rows
 from faser.engine.reporter import Reporter
-from faser.engine.slots import Slots
+from faser.engine.slots import SlotTable
 from faser.errors import EngineError, InvalidRequest
 from faser.policy import Policy
 from faser.policy.overlap import Overlap
@@ -63,7 +63,7 @@ class Scheduler:
 
     `draft_pages` is None where drafts need no KV (n-gram). `speculates` says whether there is any draft at all.
     `pace` bounds the seconds of a step; without it only rows are bounded. Policy, cost, pace and overlap may be
-    exchanged between two steps. `reporter` makes what tells requests of their tokens.
+    exchanged between two steps. `reporter` is the class that turns tokens into progress.
     """
 
     def __init__(
@@ -85,7 +85,8 @@ class Scheduler:
         self.draft_pages = draft_pages
         self.num_preemptions = 0
         self._speculates = speculates
-        self._slots = Slots(limits.max_running, limits.max_model_len)
+        self._pools = PagePools(target_pages, draft_pages)
+        self._slots = SlotTable(limits.max_running, limits.max_model_len)
         self._prefixes = Prefixes(self._slots, target_pages, draft_pages, prefix_caching)
         self._queue = AdmissionQueue(self._slots, target_pages, self._prefixes)
         self._drafts = DraftPlanner(limits, policy, self._slots, target_pages, draft_pages, self._prefixes)
@@ -218,7 +219,8 @@ class Scheduler:
             if progress.finish is not None:
                 self._close(self._requests[progress.request_id])
             self._untold.append(progress)
-        self._release_lookahead()
+        slots = self._in_flight.not_in_flight(self._slots.running)  # a plan in flight uses all its pages
+        self._pools.truncate(slots, self._slots.num_tokens[slots], self._slots.draft_computed[slots])
         self._in_flight.free_held()
         return Committed(landed.settled, self.take_ended())
 
@@ -237,36 +239,27 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise EngineError unless pages, slots and requests agree."""
-        for pool in self._pools:
-            pool.check()
+        self._pools.check(empty=~self._slots.mask(self._slots.running))
         if not self._slots.is_consistent(self._in_flight.held):
             raise EngineError("a slot is lost or in two states")
-        idle = ~self._slots.mask(self._slots.running)
-        if any(pool.count[idle].any() for pool in self._pools):
-            raise EngineError("an idle slot holds pages")
         if self.num_waiting + self.num_running != len(self._requests):
             raise EngineError("a request is neither waiting nor running")
 
     # ── made-up requests, for profiling while there are no real ones ─────────────────────────────────────────────────
 
     def lend_slots(self, num_tokens: IntArray) -> tuple[PageWrites, PageWrites] | None:
-        """Pages of both models for made-up requests of these sizes in the first slots, to be given back at once.
+        """Pages of both models for made-up requests in the first slots, until `take_back_slots`.
 
         None while there are requests, and where free pages are short: pages of the prefix cache are not taken.
         """
-        needed = int((-(-num_tokens // self.target_pages.page_size)).sum())
-        if self.has_work or self._in_flight or any(pool.num_free < needed for pool in self._pools):
+        if self.has_work or self._in_flight or not self._pools.lend(num_tokens):
             return None
-        slots = np.arange(num_tokens.size)
-        for pool in self._pools:
-            pool.reserve(slots, num_tokens)
-        return self._take_writes()
+        return self._pools.take_writes()
 
     def take_back_slots(self, num_slots: int) -> None:
-        """The next plan tells the executor that these slots are free."""
+        """Take back the first slots; the next plan tells the executor."""
         for slot in range(num_slots):
-            for pool in self._pools:
-                pool.release(slot)
+            self._pools.release(slot)
         self._slots.release(range(num_slots))
 
     # ── planning ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -279,9 +272,9 @@ class Scheduler:
         return slots[(self._slots.num_tokens[slots] < self._slots.end[slots]) | self._in_flight.unsettled[slots]]
 
     def _reserve_next_tokens(self) -> bool:
-        """Give every running request a page for its next token; False where pages are short.
+        """Give every running request a page for its next token; False where pages were short.
 
-        Then the newest requests are preempted until there are enough, unless a step is in flight.
+        Without a step in flight the newest requests are then preempted until there are enough pages.
         """
         has_enough = True
         while self.num_running:
@@ -304,7 +297,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _admit(self) -> None:
-        """Move waiting requests into slots: those whose prompts get rows of this step beside the running ones."""
+        """Move the waiting requests into slots whose prompts get rows of this step."""
         if not (self._queue and self._slots.num_free):
             return
         slots = self._runnable()
@@ -333,7 +326,7 @@ class Scheduler:
             slots, start, num_rows, decoding = slots[runs], start[runs], num_rows[runs], decoding[runs]
         drafting = drafting.spread(decoding)
         admitted, released = self._slots.take_changes()
-        target_writes, draft_writes = self._take_writes()
+        target_writes, draft_writes = self._pools.take_writes()
         return StepPlan(
             admitted=admitted,
             released=released,
@@ -393,27 +386,7 @@ class Scheduler:
         slot = request.slot
         if publish:
             self._prefixes.publish(slot)
-        for pool in self._pools:
-            pool.release(slot)
+        self._pools.release(slot)
         self._reporter.leave(request)
         self._slots.vacate(slot)
         self._in_flight.vacate(slot)
-
-    # ── pages ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    @property
-    def _pools(self) -> list[PagePool]:
-        return [self.target_pages] + ([self.draft_pages] if self.draft_pages is not None else [])
-
-    def _take_writes(self) -> tuple[PageWrites, PageWrites]:
-        draft_writes = self.draft_pages.take_writes() if self.draft_pages is not None else NO_WRITES
-        return self.target_pages.take_writes(), draft_writes
-
-    def _release_lookahead(self) -> None:
-        """Give back pages that were reserved for rejected drafts. A step in flight uses its pages."""
-        slots = self._in_flight.not_in_flight(self._slots.running)
-        if not slots.size:
-            return
-        self.target_pages.truncate(slots, self._slots.num_tokens[slots])
-        if self.draft_pages is not None:
-            self.draft_pages.truncate(slots, self._slots.draft_computed[slots])

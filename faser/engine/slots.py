@@ -20,7 +20,7 @@ from faser.request import Stats
 from faser.step import Admission, StepPlan, StepResult
 
 
-class Slots:
+class SlotTable:
     """Which request has which slot, and its position: tokens, and rows computed by both models."""
 
     def __init__(self, max_running: int, max_model_len: int) -> None:

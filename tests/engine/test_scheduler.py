@@ -158,7 +158,7 @@ def test_a_failed_request_is_answered_with_its_reason_and_publishes_nothing():
     world.drain()
 
 
-def test_no_end_is_lost_when_a_step_breaks_half_way():
+def test_no_end_is_lost_when_a_commit_raises():
     class Breaks:
         text = ""
 
@@ -202,7 +202,7 @@ def test_a_request_that_did_not_speculate_catches_up_before_it_drafts_again():
     assert max(lag for lags in policy.lags for lag in lags) > 4, "the policy is told what catching up would cost"
 
 
-def test_a_long_catch_up_is_cut_into_steps_and_holds_up_nobody_else():
+def test_a_long_catch_up_is_cut_into_steps_and_delays_no_other_request():
     world = World(Fixed(2), max_batch_tokens=8, max_model_len=128, num_pages=128, num_draft_pages=128, caching=False)
     long = make_request("long", [1] * 40, 20)
     short = make_request("short", [2, 1], 40)
@@ -504,7 +504,7 @@ def test_what_overtakes_leaves_a_slot_for_the_head_of_the_queue():
     assert not world.plans[-1].admitted, "the third slot is kept for the head"
 
 
-def test_a_head_that_lacks_pages_lets_nobody_pass():
+def test_a_head_that_lacks_pages_lets_no_request_pass():
     world = World(Fixed(0), num_pages=16, max_batch_tokens=16, caching=False)
     world.add(make_request("holds", [1] * 40, 10))
     for _ in range(4):
@@ -560,7 +560,7 @@ def test_equal_prompts_that_arrive_together_are_computed_once(ahead):
     assert rows == 40 + 7 * 4 + 8 * 2, "one prompt, of the others the last page, and a row for each further token"
 
 
-def test_a_prompt_waits_for_pages_only_while_somebody_computes_them():
+def test_a_prompt_waits_for_pages_only_while_another_request_computes_them():
     """'long' computes their common beginning; when it has passed it, 'short' is admitted with all of it."""
     world = World(Fixed(0), max_batch_tokens=8, max_model_len=256, num_pages=256)
     common = [1, 2, 0, 1] * 6

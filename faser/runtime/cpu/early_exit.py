@@ -35,15 +35,15 @@ class ExitingForward:
         for point in rule.points:
             hidden = self._runner.run(rows, hidden, done, point.layer)
             done, seen = point.layer, exiting.seen
-            standing = self._standing(plan, point, rows, hidden, exiting)
-            exiting.take(*standing, confidence[exiting.owner, exiting.place][seen])
+            rank, margin = self._rank_drafts(plan, point, rows, hidden, exiting)
+            exiting.take(rank, margin, confidence[exiting.owner, exiting.place][seen])
             counts = plan.num_rows + exiting.left
             if (counts < rows.counts).any():
                 hidden = hidden[torch.from_numpy(_leading(rows, counts))]
                 rows = Rows.of(plan.slots, plan.start, counts)
         return rows, hidden, exiting
 
-    def _standing(
+    def _rank_drafts(
         self, plan: StepPlan, point: ExitPoint, rows: Rows, hidden: torch.Tensor, exiting: Exiting
     ) -> tuple[IntArray, FloatArray]:
         """[seen] rank and margin of each draft at a point; zeros before the first layer."""
@@ -57,7 +57,7 @@ class ExitingForward:
             logits = self._runner.shortlist_logits(hidden, before, point.candidates, drafted)
         else:
             logits = self._runner.logits(hidden, before)
-        return self._sampler.standing(logits, slots, positions, drafted, point.candidates)
+        return self._sampler.rank_drafts(logits, slots, positions, drafted, point.candidates)
 
 
 def _leading(rows: Rows, counts: IntArray) -> IntArray:
