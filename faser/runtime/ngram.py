@@ -6,7 +6,6 @@ Knows token ids; no model, and not whether a draft was accepted.
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from faser.arrays import IntArray
 from faser.runtime.drafter import Drafts
@@ -16,8 +15,8 @@ from faser.step import StepPlan
 class NgramDrafter:
     """Needs no model, and may find nothing. `history` int64 [max_slots, max_len] has the tokens of every slot."""
 
-    def __init__(self, history: torch.Tensor) -> None:
-        self._history: IntArray = history.numpy()
+    def __init__(self, history: IntArray) -> None:
+        self._history = history
 
     def draft(self, plan: StepPlan) -> Drafts:
         num_drafted = np.zeros_like(plan.lengths)

@@ -56,7 +56,7 @@ class CpuDevice:
             vocab_size = parts.target.config.vocab_size
             drafter = ModelDrafter(runner(parts.draft), parts.sampler, parts.history, vocab_size)
         elif parts.uses_ngrams:
-            drafter = NgramDrafter(parts.history)
+            drafter = NgramDrafter(parts.history.numpy())
         verifier = Verifier(runner(parts.target), parts.sampler, parts.history)
         return TorchExecutor(verifier, drafter, parts.sampler, parts.history, _make_tuner()), num_pages
 

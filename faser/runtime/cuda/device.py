@@ -81,7 +81,7 @@ class CudaDevice:
             slots,
             parts.sampler,
             parts.history.numpy(),
-            ngrams=NgramDrafter(parts.history) if parts.uses_ngrams else None,
+            ngrams=NgramDrafter(parts.history.numpy()) if parts.uses_ngrams else None,
             max_length=parts.max_length,
             acceptance=acceptance,
             runs_ahead=self.runs_ahead,
