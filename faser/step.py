@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from faser.arrays import BoolArray, FloatArray, IntArray
+from faser.arrays import NONE, BoolArray, FloatArray, IntArray
 from faser.request import SamplingParams, TokenLogprobs
 from faser.rules.early_exit import ExitReadings, ExitRule
 from faser.rules.overlap import OverlapPlan
@@ -21,10 +21,10 @@ from faser.rules.stopping import Stopping
 
 @dataclass(frozen=True)
 class Admission:
-    """All an executor must know of a request before its first step (again after a preemption)."""
+    """All that an executor must know of a request before its first step, and again after a preemption."""
 
     slot: int
-    token_ids: IntArray  # the whole context: the prompt, and what was generated before a preemption
+    token_ids: IntArray  # the whole context: the prompt, and the output from before a preemption
     num_prompt: int
     params: SamplingParams
     seed: int
@@ -42,21 +42,21 @@ class PageWrites:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step, complete: who runs, which rows, how many tokens each drafts. All arrays are [B] and in one order.
+    """One step, complete: who runs, which rows, how many tokens each request drafts. Arrays are [B], in one order.
 
-    The draft first computes draft_rows context tokens from draft_start on (1 or 2 in steady state, more to catch up),
-    then drafts `lengths` tokens. The target computes the rows of positions start … start + num_rows - 1. Where that
-    reaches the end of the context (`samples`), it also computes the drafts behind it and judges them.
+    The draft computes the context rows draft_start … draft_start + draft_rows - 1 (1 or 2 rows in steady state, more to
+    catch up) and then drafts `lengths` tokens. The target computes the context rows start … start + num_rows - 1. Where
+    these reach the end of the context (`samples`), it also computes the rows of the drafts and judges the drafts.
 
-    A plan made while the step before it runs counts on all drafts of that step being accepted. Requests that drafted
-    there are `unsettled`. `settle` corrects their numbers when the result is known; a device that runs ahead corrects
-    them itself.
+    A plan made while the step before it runs counts on all drafts of that step. Requests with drafts in that step are
+    `unsettled`. `settle` corrects their numbers when the result is known; a device that runs ahead corrects them
+    itself.
 
     Each optional mechanism is one field.
     """
 
     admitted: tuple[Admission, ...]
-    released: tuple[int, ...]  # slots that ended since the last plan and are not admitted anew in this one
+    released: tuple[int, ...]  # slots that were left since the last plan and are not admitted again in this one
     slots: IntArray
     num_tokens: IntArray
     start: IntArray
@@ -79,7 +79,7 @@ class StepPlan:
 
     @property
     def only_decodes(self) -> bool:
-        """Whether nobody has a prompt to compute."""
+        """Whether no request has a prompt to compute."""
         return bool(self.samples.all()) and not (self.num_rows > 1).any()
 
     @cached_property
@@ -107,19 +107,48 @@ class StepPlan:
         return self.overlap is not None and self.overlap.leads
 
     @property
+    def with_drafts(self) -> BoolArray:
+        """[B] who has drafts, new or of an earlier step."""
+        drafts: BoolArray = (self.lengths if self.overlap is None else self.lengths + self.overlap.frontier) > 0
+        return drafts
+
+    @property
     def has_drafts(self) -> bool:
         """Whether there is anything to verify or to draft."""
-        return bool(self.lengths.any() or (self.overlap is not None and self.overlap.frontier.any()))
+        return bool(self.with_drafts.any())
+
+    def emitted(self, result: StepResult) -> IntArray:
+        """[B] tokens that each request gained: the accepted ones and the bonus."""
+        return np.where(self.samples, result.num_accepted + 1, 0)
+
+    def best_result(self) -> StepResult:
+        """The counts of a result in which every draft is accepted."""
+        hits = None if self.overlap is None else self.overlap.chunk_of(self.lengths) > 0
+        return StepResult(self.lengths, self.judged, self.judged, NONE, hits=hits)
+
+    def as_drafted(self, result: StepResult) -> StepPlan:
+        """The plan with the lengths that were drafted, where drafts could stop early; else the plan itself."""
+        return self if self.stopping is None else replace(self, lengths=result.num_drafted)
+
+    def verdicts(self, result: StepResult) -> tuple[IntArray, IntArray]:
+        """[B] drafts that the target gave a verdict on, and how many of them were right.
+
+        The token behind a frontier is also a verdict: on the first draft made beside the verification.
+        """
+        judged, accepted = self.judged_of(result.num_drafted), result.num_accepted
+        if self.overlap is None or result.hits is None:
+            return judged, accepted
+        return judged + (self.overlap.chunk_of(result.num_drafted) > 0), accepted + result.hits
 
     def settle(self, settling: Settling) -> StepPlan:
         """The plan with its true numbers, now that the result of the step before is known."""
         unsettled = self.unsettled
         num_tokens = self.num_tokens - np.where(unsettled, settling.refused, 0)
-        lengths, overlap, redone = self.lengths, self.overlap, unsettled & (self.draft_rows > 0)
+        lengths, overlap, runs_draft = self.lengths, self.overlap, unsettled & (self.draft_rows > 0)
         if overlap is not None:
             overlap, lengths = overlap.settle(unsettled & settling.missed, lengths, self.draft_rows > 0)
         end = num_tokens if overlap is None else num_tokens + overlap.frontier
-        # The draft's KV is valid up to the end of the tokens that are left.
+        # The draft's KV is valid up to the last token but one.
         valid = np.minimum(self.draft_start, end - 1 - settling.short)
         draft_start = np.where(unsettled, valid, self.draft_start)
         return replace(
@@ -128,13 +157,13 @@ class StepPlan:
             start=self.start - (self.num_tokens - num_tokens),
             lengths=lengths,
             draft_start=draft_start,
-            draft_rows=np.where(redone, end - draft_start, self.draft_rows),
+            draft_rows=np.where(runs_draft, end - draft_start, self.draft_rows),
             unsettled=np.zeros_like(unsettled),
             overlap=overlap,
         )
 
     def of(self, some: BoolArray) -> StepPlan:
-        """The plan of these requests alone, without its rules for stopping and exiting."""
+        """The plan of some of the requests, without its rules for stopping and exiting."""
         names = ("slots", "num_tokens", "start", "num_rows", "lengths", "draft_start", "draft_rows", "unsettled")
         own = {name: getattr(self, name)[some] for name in names}
         overlap = None if self.overlap is None else self.overlap.of(some)
@@ -143,11 +172,11 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Settling:
-    """What a step's result changes in a plan that was made before it was known. Arrays are [B]."""
+    """What the result of a step changes in the plan made ahead of it. Arrays are [B]."""
 
-    refused: IntArray  # drafts that the step was to verify and did not accept
+    refused: IntArray  # drafts that were counted on and not accepted
     short: BoolArray  # fewer were drafted than planned and all accepted: the draft has not computed the last token
-    missed: BoolArray  # what was drafted beside the verification is void
+    missed: BoolArray  # the drafts made beside the verification are void
 
     @classmethod
     def of(cls, plan: StepPlan, result: StepResult) -> Settling:
@@ -159,7 +188,7 @@ class Settling:
         return cls(refused, (result.num_drafted < plan.lengths) & all_accepted, np.zeros_like(all_accepted))
 
     def spread(self, slots: IntArray, num_slots: int) -> Settling:
-        """By slot; nothing changes for slots that were not part of the step."""
+        """The same by slot; nothing changes for slots without a row in the step."""
         none = np.zeros(num_slots, dtype=np.bool_)
         found = Settling(none.astype(np.int64), none, none.copy())
         found.refused[slots], found.short[slots], found.missed[slots] = self.refused, self.short, self.missed
@@ -175,7 +204,7 @@ class StepSeconds:
 
     draft: float = 0.0
     verify: float = 0.0
-    hidden: float = 0.0  # of both, in which both ran
+    hidden: float = 0.0  # in which both ran
 
     @property
     def total(self) -> float:
@@ -184,9 +213,9 @@ class StepSeconds:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What came of a plan, in the plan's order. Arrays are [B] but for token_ids.
+    """The result of a plan, in the plan's order. Arrays are [B].
 
-    token_ids is flat: for each request that samples, its accepted tokens and the bonus.
+    token_ids is flat: the accepted tokens and the bonus of each request that samples.
     """
 
     num_drafted: IntArray
@@ -194,10 +223,8 @@ class StepResult:
     num_accepted: IntArray
     token_ids: IntArray
     logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)  # by index in the plan
-    failures: Mapping[int, str] = field(
-        default_factory=dict
-    )  # by index in the plan: a request that cannot go on, and why
+    failures: Mapping[int, str] = field(default_factory=dict)  # by index in the plan: why a request cannot go on
     seconds: StepSeconds = StepSeconds()
-    confidence: FloatArray | None = None  # [B, depth] the draft's own, of what it drafted, where it was looked at
-    exits: ExitReadings | None = None  # where the plan has a rule to exit by
-    hits: BoolArray | None = None  # [B] who has a next frontier, where the plan overlaps
+    confidence: FloatArray | None = None  # [B, depth] probability of each drafted token, if the plan has `stopping`
+    exits: ExitReadings | None = None  # if the plan has `exits`
+    hits: BoolArray | None = None  # [B] who has a next frontier, if drafting ran beside the verification

@@ -1,7 +1,4 @@
-"""The oracle as an asynchronous executor: it runs each plan when it is submitted, in order, as a GPU stream does.
-
-Results are handed out when they are collected.
-"""
+"""The oracle as an asynchronous executor: it runs plans in the order of submission, as a GPU stream does."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ class Ahead:
         self.plans: deque[StepPlan] = deque()  # in flight
         self.most = 0
         self.seen: list[tuple[StepPlan, StepResult]] = []
-        self.went_on = 0  # plans in flight when it last did
+        self.num_launched = 0  # plans in flight at the last `finish_launch`
 
     def execute(self, plan: StepPlan) -> StepResult:
         raise AssertionError("an asynchronous executor is not asked to execute")
@@ -27,7 +24,7 @@ class Ahead:
     def submit(self, plan: StepPlan) -> None:
         for other in self.plans:
             slots = set(other.slots.tolist())
-            assert slots.isdisjoint(new.slot for new in plan.admitted), "a slot in flight was given to somebody else"
+            assert slots.isdisjoint(new.slot for new in plan.admitted), "a slot in flight was given to another request"
         self.plans.append(plan)
         self.results.append(self.inner.execute(plan))
         self.seen.append((plan, self.results[-1]))
@@ -37,11 +34,11 @@ class Ahead:
         self.plans.popleft()
         return self.results.popleft()
 
-    def go_on(self) -> None:
-        self.went_on = len(self.results)
+    def finish_launch(self) -> None:
+        self.num_launched = len(self.results)
 
     def may_run_ahead(self, plan: StepPlan) -> bool:
-        assert self.went_on == len(self.results), "the device may be waiting for the host to go on"
+        assert self.num_launched == len(self.results), "the device may be waiting for the host"
         return True
 
     def discard(self) -> None:

@@ -2,7 +2,7 @@
 
 Each row "computes" the hash of its prefix and writes it to its page, as a model would write keys and values. Before a
 row is computed, every earlier position must hold the hash of the right prefix: a page that was freed too early, shared
-too late or published with refused drafts shows at once. The next token is a function of prefix and seed, as exact
+too late or published with rejected drafts shows at once. The next token is a function of prefix and seed, as exact
 sampling is, so the right output of every request is known.
 """
 
@@ -87,7 +87,7 @@ class OracleExecutor:
         self.limits = limits
         self.target = memory(target)
         self.draft = memory(draft) if draft is not None else None
-        # one more: a step planned ahead may sample behind the end of a request that then turns out to have ended
+        # One more column: a step planned ahead may sample behind the end of a request that has ended.
         self.history = np.zeros((limits.max_running, limits.max_model_len + 1), dtype=np.int64)
         self.seeds = np.zeros(limits.max_running, dtype=np.int64)
         self.agreement = agreement
@@ -95,7 +95,7 @@ class OracleExecutor:
         self.num_draft_rows = 0
         none = np.zeros(limits.max_running, dtype=np.bool_)
         self.settling = Settling(none.astype(np.int64), none, none.copy())  # of each slot's latest step
-        self.stops = False  # whether drafts end where they like
+        self.stops = False  # whether drafts end at random before their length
 
     def execute(self, plan: StepPlan) -> StepResult:
         for new in plan.admitted:
@@ -170,7 +170,7 @@ class OracleExecutor:
 
 
 class RandomLengths(Policy):
-    """A policy that draws each request's length anew every step, 0 included."""
+    """A policy that draws the length of each request at random in every step, 0 included."""
 
     name = "random"
 
@@ -183,7 +183,7 @@ class RandomLengths(Policy):
 
 
 class SometimesOverlap(Overlap):
-    """In one step drafting overlaps with verification, in the next it does not; some have a lead, some ride."""
+    """Some steps overlap and some do not; in some the requests lead, in others they ride."""
 
     def __init__(self, seed: int = 0, splits: Sequence[int] = (0,)) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class SometimesOverlap(Overlap):
 
 
 class RandomStops(RandomLengths):
-    """Random lengths, and drafts that end anywhere."""
+    """RandomLengths with a rule by which drafts stop early."""
 
     name = "random stops"
 
@@ -244,7 +244,7 @@ class World:
         pace: StepPace | None = None,
         seconds: Callable[[StepPlan], StepSeconds] = lambda plan: StepSeconds(),
     ) -> None:
-        self.seconds = seconds  # what a step takes, for the pace to learn from
+        self.seconds = seconds  # of a step; the pace learns from them
         self.limits = Limits(max_running, max_batch_tokens, max_model_len, draft_max_len)
         self.target = PagePool(num_pages, page_size, max_running, max_model_len, caching)
         self.draft = (
@@ -278,7 +278,7 @@ class World:
             self.receive(self.scheduler.take_ended())
             return False
         self.plans.append(plan)
-        self.receive(self.scheduler.commit(plan, self.executor.execute(plan)))
+        self.receive(self.scheduler.commit(plan, self.executor.execute(plan)).progress)
         if self.scheduler.pace is not None:
             spent = self.seconds(plan)
             self.scheduler.pace.learn(plan, spent, spent.total)

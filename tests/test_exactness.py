@@ -323,7 +323,7 @@ def test_a_draft_that_overflows_costs_time_and_never_a_token():
     assert_equal(outcome, reference(target, requests))
 
 
-def test_the_seed_is_what_decides():
+def test_the_output_depends_on_the_seed():
     target = make_model()
     base = make_requests(target.config)[4]
     again, other = (Request(**{**base.__dict__, "id": str(seed), "seed": seed}) for seed in (base.seed, 77))

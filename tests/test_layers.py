@@ -6,8 +6,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 
 # From low to high. Modules of one layer may import each other.
@@ -28,13 +26,6 @@ LAYERS = (
     ("cli",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-
-# Upward imports that are still there: (importing file, imported module). Remove a pair with its import.
-KNOWN: set[tuple[str, str]] = {
-    ("faser/bench/command.py", "faser.cli"),
-    ("faser/engine/engine.py", "faser.text.tokenizer"),
-    ("faser/engine/scheduler.py", "faser.text.tokenizer"),
-}
 
 
 def imported_modules(path: Path) -> Iterator[str]:
@@ -58,23 +49,14 @@ def upward_imports() -> set[tuple[str, str]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def upward() -> set[tuple[str, str]]:
-    return upward_imports()
-
-
 def test_every_module_has_a_layer():
     packages = {path.parent.name for path in (ROOT / "faser").glob("*/__init__.py")}
     modules = {path.stem for path in (ROOT / "faser").glob("*.py")} - {"__init__"}
     assert packages | modules <= set(RANK)
 
 
-def test_no_module_imports_upwards(upward):
-    assert upward - KNOWN == set()
-
-
-def test_the_list_of_known_upward_imports_holds_no_pair_that_is_gone(upward):
-    assert KNOWN - upward == set()
+def test_no_module_imports_upwards():
+    assert upward_imports() == set()
 
 
 def test_imports_for_type_checking_and_inside_functions_count(tmp_path):

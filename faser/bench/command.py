@@ -33,7 +33,6 @@ from faser.bench.systems import (
     load_vocabulary,
 )
 from faser.bench.table import render
-from faser.cli import arguments
 from faser.config import API_KEY_VARIABLE, DEFAULT_POLICY, EngineOptions, resolve_draft
 from faser.errors import ConfigError
 from faser.limits import HARD_MAX_LENGTH
@@ -375,12 +374,15 @@ def _move(move: Callable[[int, int], None], before: int, total: int, ended: int)
     move(before + ended, total)
 
 
-def bench(args: argparse.Namespace) -> int:
-    """Returns the exit status: 128 + number after a signal, 1 if a system answered no request, else 0."""
+def bench(args: argparse.Namespace, engine_fields: Mapping[str, Any]) -> int:
+    """Returns the exit status: 128 + number after a signal, 1 if a system answered no request, else 0.
+
+    `engine_fields` are those of EngineOptions.
+    """
     with _handling(_end_now, signal.SIGTERM):  # before anything is measured
         asked = Asked.of(args)
         write_report = prepare_results(args)
-        systems, vocabulary, about = _systems(args, asked)
+        systems, vocabulary, about = _systems(args, asked, engine_fields)
         _say("calibrating with a few requests")
         asked, estimate = size_traffic(asked, systems[0], vocabulary)
         session = Session(asked, systems, make_workloads(asked, vocabulary), Interrupts(), estimate=estimate)
@@ -473,7 +475,9 @@ def _document(
     )
 
 
-def _systems(args: argparse.Namespace, asked: Asked) -> tuple[list[System], Vocabulary | None, dict[str, Any]]:
+def _systems(
+    args: argparse.Namespace, asked: Asked, engine_fields: Mapping[str, Any]
+) -> tuple[list[System], Vocabulary | None, dict[str, Any]]:
     """Connects to servers first: a missing one is found before a model is loaded."""
     further: list[System] = [
         RemoteSystem(_remote(args, other.url), other.name) for other in asked.against if other.url is not None
@@ -488,7 +492,7 @@ def _systems(args: argparse.Namespace, asked: Asked) -> tuple[list[System], Voca
         return [RemoteSystem(remote, remote.name), *further], vocabulary, about
     # An engine has a profile only if the policy it is built with needs one; later policies may.
     policy = next((name for name in asked.policies if _needs_cost(name)), asked.policies[0])
-    fields = {**arguments.engine_fields(args), "policy": policy, "acceptance": args.acceptance, "profiling": "full"}
+    fields = {**engine_fields, "policy": policy, "acceptance": args.acceptance, "profiling": "full"}
     options = EngineOptions(**fields)
     loaded = load_engine(args.model, args.draft, options, chat)
     own: list[System] = [PolicySystem(loaded.engine, name, args.temperature) for name in asked.policies]

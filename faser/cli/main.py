@@ -258,7 +258,7 @@ def _bench(args: argparse.Namespace) -> int:
         require("engine")
     if args.report is not None:
         require("bench")
-    return bench(args)
+    return bench(args, arguments.engine_fields(args))
 
 
 # ---- profile ----

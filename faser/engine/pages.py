@@ -1,11 +1,11 @@
 """Who holds which KV pages of one model: page tables, sharing, and the prefix cache.
 
-Knows page numbers and hashes. Knows nothing of tensors, models or requests beyond their slot. A page is in one of
-three states: free; held (by the tables of one or more slots); or idle (held by nobody, but published under the hash
-of its content, so that a later prompt with the same beginning can take it instead of computing it). Idle pages are
-given out, least recently used first, when no free page is left.
+Knows page numbers, hashes and slots. Knows nothing of tensors, models or requests. A page is in one of three states:
+free; held (by the tables of one or more slots); or idle (held by no slot, but published under the hash of its tokens,
+so that a later prompt with the same beginning can take it instead of computing it). When no free page is left, the
+least recently used idle page is given out.
 
-Only full pages whose tokens are committed are published, so a shared page is never written again.
+Only full pages with committed tokens are published, so a shared page is never written again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from faser.arrays import IntArray
+from faser.arrays import BoolArray, IntArray
 from faser.errors import EngineError
 from faser.step import PageWrites
 
@@ -37,7 +37,7 @@ class PagePool:
         self.table: IntArray = np.zeros((max_slots, self.pages_for(max_tokens)), dtype=np.int64)
         self.count: IntArray = np.zeros(max_slots, dtype=np.int64)
         self._caching = caching
-        self._free: IntArray = np.arange(num_pages, dtype=np.int64)[::-1].copy()  # a stack: the last num_free are free
+        self._free: IntArray = np.arange(num_pages, dtype=np.int64)[::-1].copy()  # a stack: the first num_free are free
         self._num_free = num_pages
         self._holders: IntArray = np.zeros(num_pages, dtype=np.int64)
         self._published: dict[bytes, int] = {}
@@ -55,7 +55,7 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that hold nothing, cached or in use."""
+        """Pages that are neither held nor idle."""
         return self._num_free
 
     @property
@@ -63,7 +63,7 @@ class PagePool:
         return self.num_pages - self.num_available
 
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:
-        """Grow each slot's table to hold num_tokens. All or nothing: False, and nothing changed, if pages are short."""
+        """Grow each slot's table to num_tokens [B] tokens. If pages are short: False, and nothing is changed."""
         held = self.count[slots]
         needed = -(-num_tokens // self.page_size) - held
         grows = needed > 0
@@ -82,9 +82,9 @@ class PagePool:
         return True
 
     def truncate(self, slots: IntArray, num_tokens: IntArray) -> None:
-        """Give back the pages beyond num_tokens: look-ahead for drafts that were rejected.
+        """Give back the pages beyond num_tokens [B]: they were reserved for drafts that were rejected.
 
-        The caller never cuts into committed tokens, so these pages are unpublished and held once.
+        They never hold committed tokens, so they are unpublished and held by one slot.
         """
         kept = -(-num_tokens // self.page_size)
         while (over := np.flatnonzero(self.count[slots] > kept)).size:
@@ -95,13 +95,13 @@ class PagePool:
             self._push(pages)
 
     def release(self, slot: int) -> None:
-        """Give back all of a slot's pages. Published ones become idle, the end of the context first in line to go."""
+        """Give back all pages of a slot. Published pages become idle; the end of the context is given out first."""
         if not self.count[slot]:
             return
         pages = self.table[slot, : self.count[slot]][::-1]
         self.count[slot] = 0
         self._holders[pages] -= 1
-        if not self._hash_of:  # then nobody shares
+        if not self._hash_of:  # then no page is shared
             self._push(pages)
             return
         unheld = pages[self._holders[pages] == 0]
@@ -112,12 +112,12 @@ class PagePool:
                 self._push(np.array([page]))
 
     def find(self, hashes: Sequence[bytes]) -> tuple[int, int]:
-        """How many pages `match` would take, and how many of these are idle now."""
+        """The number of pages that `match` would take, and how many of them are idle now."""
         pages = self._published_run(hashes)
         return len(pages), sum(page in self._idle for page in pages)
 
     def match(self, slot: int, hashes: Sequence[bytes]) -> int:
-        """Take the longest published run of `hashes` into an empty slot; returns how many pages that was."""
+        """Take the longest published run of `hashes` into an empty slot; returns its number of pages."""
         pages = self._published_run(hashes)
         for page in pages:
             self._idle.pop(page, None)
@@ -129,7 +129,7 @@ class PagePool:
         return len(pages)
 
     def publish(self, slot: int, column: int, name: bytes) -> None:
-        """Let others share a slot's full, committed page. Of two equal pages the first stays published."""
+        """Publish a slot's full, committed page. Of two equal pages the first stays published."""
         page = int(self.table[slot, column])
         if self._caching and name not in self._published and page not in self._hash_of:
             self._published[name] = page
@@ -138,7 +138,7 @@ class PagePool:
     def take_writes(self) -> PageWrites:
         """The page-table entries written since the last call, for the executor's copy of the table.
 
-        An entry written twice is listed twice with its last value, so they may be applied in any order.
+        An entry written twice is listed twice with its last value, so the order does not matter.
         """
         if not self._writes:
             return NO_WRITES
@@ -147,7 +147,7 @@ class PagePool:
         return PageWrites(slots, columns, self.table[slots, columns])
 
     def check(self) -> None:
-        """Raise EngineError unless every page is in exactly one state and the books agree with the tables."""
+        """Raise EngineError unless every page is in exactly one state and the counts agree with the tables."""
         held = Counter(int(p) for slot, n in enumerate(self.count.tolist()) for p in self.table[slot, :n])
         free = self._free[: self._num_free].tolist()
         idle = list(self._idle)
@@ -186,3 +186,38 @@ class PagePool:
     def _write(self, slots: IntArray, columns: IntArray, pages: IntArray) -> None:
         self.table[slots, columns] = pages
         self._writes.append((slots, columns))
+
+
+class PagePools:
+    """The pools of both models; `draft` is None where drafts need no KV."""
+
+    def __init__(self, target: PagePool, draft: PagePool | None) -> None:
+        self.target = target
+        self.draft = draft
+        self._all = [target] if draft is None else [target, draft]
+
+    def release(self, slot: int) -> None:
+        for pool in self._all:
+            pool.release(slot)
+
+    def truncate(self, slots: IntArray, num_tokens: IntArray, num_draft_tokens: IntArray) -> None:
+        self.target.truncate(slots, num_tokens)
+        if self.draft is not None:
+            self.draft.truncate(slots, num_draft_tokens)
+
+    def take_writes(self) -> tuple[PageWrites, PageWrites]:
+        return self.target.take_writes(), self.draft.take_writes() if self.draft is not None else NO_WRITES
+
+    def lend(self, num_tokens: IntArray) -> bool:
+        """Reserve pages of both models for the first slots; False where free pages are short: idle ones stay."""
+        needed = int((-(-num_tokens // self.target.page_size)).sum())
+        if any(pool.num_free < needed for pool in self._all):
+            return False
+        return all(pool.reserve(np.arange(num_tokens.size), num_tokens) for pool in self._all)
+
+    def check(self, empty: BoolArray) -> None:
+        """Raise EngineError unless both pools are consistent and slots without a request hold no page."""
+        for pool in self._all:
+            pool.check()
+            if pool.count[empty].any():
+                raise EngineError("a slot without a request holds pages")

@@ -1,14 +1,14 @@
 """How many prompt rows fit into the seconds of a step, and which prompts get them.
 
-Knows rows, contexts and seconds that others measured. Knows no clock, no requests and no pages.
+Knows rows, contexts and measured seconds. Knows no clock, no requests and no pages.
 
 A step takes about
 
     base + per_row · rows + per_pair · pairs
 
-where base is what a step without prompt rows takes, and pairs counts (row, context token) pairs: a prompt row attends
-to all tokens before it. For a long prompt the pairs dominate. `Pace` learns the three numbers from the steps that ran.
-`Room` is what one step has to give: rows and seconds. `turns` says who takes from it first.
+where base is the seconds of a step without prompt rows, and pairs counts (row, context token) pairs: a prompt row
+attends to all tokens before it. For a long prompt the pairs dominate. `Pace` learns the three numbers from the steps
+that ran. `Room` is the rows and seconds that one step has for prompts. `turns` is the order in which prompts take them.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from faser.arrays import IntArray
 from faser.step import StepPlan, StepSeconds
 
 OLDEST_SHARE = 0.25  # of a step's room for prompts, kept for the oldest prompt
-ALONE = 2.0  # times the bound: where nobody decodes, nobody stalls, and larger steps waste less
-CATCH_UP_SHARE = 0.5  # of the seconds to spare, for a draft that catches up while prompts wait
-KEPT_UP = 16  # draft rows of a request that still count as kept up: they cost about as much as one
+ALONE = 2.0  # times the bound, where no request decodes: no stream stalls, and larger steps waste less
+CATCH_UP_SHARE = 0.5  # of the spare seconds, for a draft that catches up while prompts wait
+KEPT_UP = 16  # rows that the draft may lag and still has kept up: they cost about as much as one row
 
-MIN_FILLED = 512  # rows of a step from which its seconds grow with every row
-# Products have tiles of 256 rows. An 8B on an H200 computes 42 to 44 thousand rows a second at multiples of that, from
-# 512 to 2,048 rows, and 40 to 41 thousand at 640, 896, 1,408, 1,664 and 1,920.
+MIN_FILLED = 512  # rows of a step from which on every further row takes time
+# Matrix products have tiles of 256 rows. An 8B model on an H200 computes 42 to 44 thousand rows a second at multiples
+# of 256 from 512 to 2,048 rows, and 40 to 41 thousand at 640, 896, 1,408, 1,664 and 1,920 rows.
 TILE_ROWS = 256
 
-_EQUAL_CONTEXT = 4096.0  # first guess: a context of this many tokens doubles what a row costs
-_MOST_ERROR = log(2.0)  # of one step: an outlier counts as at most twice, or half, of what was expected
-_BASE_GAIN = 0.25  # how much of an error of the base one step corrects
+_EQUAL_CONTEXT = 4096.0  # tokens of context at which a row costs twice as much as without context: a first guess
+_MOST_ERROR = log(2.0)  # of one step: an outlier counts as at most twice, or half, of the expected seconds
+_BASE_GAIN = 0.25  # share of the base's error that one step corrects
 _LEAST_SHARE = 0.1  # of a step's seconds that its prompt rows count for, however large the base is
-# Variances of logarithms, which is to say of relative errors.
+# Variances of logarithms, that is, of relative errors.
 _STEP_NOISE = 0.2**2  # of a step's seconds
 _SPEED_DRIFT = 0.12**2  # of the machine's speed from step to step
 _RATIO_DRIFT = 0.01**2  # of per_row and of per_pair alone
@@ -59,7 +59,7 @@ GPU = Pacing(max_step_ms=60.0, first_rows=512, least_rows=64)
 
 @dataclass
 class Room:
-    """What one step has left for prompts. Without seconds only rows count."""
+    """What one step has left for prompts. Rows alone are bounded where seconds and pairs are infinite."""
 
     rows: int
     seconds: float = inf
@@ -69,10 +69,10 @@ class Room:
     least_rows: int = 1
 
     def take(self, wanted: int, context: int, is_oldest: bool = False, has_rows: bool = False) -> int:
-        """Rows for a prompt that wants `wanted` more behind its context.
+        """Rows for a prompt that has `context` computed tokens and wants `wanted` rows.
 
-        In its first turn the oldest prompt gets its share and never fewer than `least_rows`. Others get nothing rather
-        than fewer than `least_rows`, unless that completes them or they have rows of this step already.
+        The oldest prompt gets its share, and never fewer than `least_rows`. Other prompts get nothing rather than fewer
+        than `least_rows`, unless these complete the prompt or it has rows of this step already.
         """
         share = OLDEST_SHARE if is_oldest else 1.0
         least = min(self.least_rows, wanted, self.rows)
@@ -90,7 +90,7 @@ class Room:
 
 
 def pairs_of(rows: float, context: float) -> float:
-    """(row, context token) pairs of so many rows behind a context: each row sees one token more than the last."""
+    """(row, context token) pairs of `rows` rows behind a context: each row sees one token more than the row before."""
     return rows * (context + rows / 2)
 
 
@@ -103,11 +103,11 @@ def _most_rows(limit: float, per_row: float, per_pair: float, context: int) -> f
 
 
 def turns(left: Sequence[int]) -> Iterator[tuple[int, bool]]:
-    """The order in which prompts take rows, by index; `left` has the rows each still needs, oldest prompt first.
+    """The order in which prompts take rows, by index. `left` has the rows that each still needs, oldest prompt first.
 
-    The oldest prompt takes its share first (True). Then all prompts take what they need, those with the fewest rows
-    left first and of equal ones the oldest. So the oldest prompt always moves on, every prompt is the oldest at some
-    time, and nobody starves. The caller may lower `left` while it iterates.
+    The oldest prompt takes its share first (True). Then all prompts take what they need: the prompt with the fewest
+    rows left first, of equal ones the oldest. So the oldest prompt gets rows in every step, every prompt is the oldest
+    at some time, and no prompt starves. The caller may lower `left` while it iterates.
     """
     if left:
         yield 0, True
@@ -125,10 +125,10 @@ def share(room: Room, left: Sequence[int], context: Sequence[int]) -> list[int]:
 
 
 def fill_size(rows: list[int], left: Sequence[int], num_others: int, sizes: Sequence[int]) -> list[int]:
-    """Cut the largest chunk so that the step fills whole tiles: rows beyond a size are paid up to the next.
+    """Cut the largest prompt chunk so that the step fills whole tiles: a partly filled tile costs a full one.
 
-    `left` has the rows each prompt needs, `num_others` are rows of the step that belong to no prompt. A chunk that
-    completes its prompt is not cut, nor is a step of few rows, whose seconds hardly depend on them.
+    `left` has the rows that each prompt needs; `num_others` rows of the step belong to no prompt. A chunk that
+    completes its prompt is not cut, nor is a step with few rows, whose seconds hardly depend on them.
     """
     total = num_others + sum(rows)
     below = [size for size in sizes if MIN_FILLED <= size <= total and size % TILE_ROWS == 0]
@@ -142,32 +142,31 @@ def fill_size(rows: list[int], left: Sequence[int], num_others: int, sizes: Sequ
 
 
 class Pace:
-    """Learns what prompt rows cost from the steps that ran.
+    """Learns the seconds of prompt rows from the steps that ran.
 
-    A Kalman filter over the logarithms of per_row and per_pair, so that both stay positive and need no unit. It keeps
-    how uncertain each is. A machine that slows down changes both together; steps at short contexts settle per_row, and
-    those at long ones then correct per_pair.
+    A Kalman filter over the logarithms of per_row and per_pair: both stay positive. A machine that slows down changes
+    both together; steps with short contexts determine per_row, and steps with long contexts then correct per_pair.
     """
 
     def __init__(self, first_rows: int) -> None:
         self.base = 0.0
-        self.per_row = 0.0  # seconds; 0: nothing is known
+        self.per_row = 0.0  # seconds; 0: no step with prompt rows has run
         self.per_pair = 0.0
         self._most_rows = first_rows / 2
         self._most_pairs = first_rows * _EQUAL_CONTEXT
-        # variances of both logarithms, and their covariance
+        # variances of log(per_row) and log(per_pair), and their covariance
         self._row_variance, self._pair_variance, self._covariance = 0.0, 0.0, 0.0
 
     def learn(self, rows: int, pairs: float, seconds: float) -> None:
-        """A step with so many prompt rows took so long."""
-        seconds = max(seconds, 0.0)  # measured by two clocks: the host's, and a device's for the drafts
+        """A step with `rows` prompt rows and `pairs` pairs took `seconds`."""
+        seconds = max(seconds, 0.0)  # a difference of two clocks, the host's and the device's
         if not rows:
             change = seconds - self.base
             self.base += _BASE_GAIN * min(max(change, -self.base / 2), self.base) if self.base else seconds
             return
         if seconds <= 0:
             return
-        if seconds < self.base:  # steps without prompts were of a larger batch
+        if seconds < self.base:  # the steps without prompts had a larger batch
             self.base += _BASE_GAIN * max(seconds - self.base, -self.base / 2)
         self._most_rows = max(self._most_rows, rows)
         self._most_pairs = max(self._most_pairs, pairs)
@@ -182,8 +181,8 @@ class Pace:
             return
         expected = self.seconds(rows, pairs)
         error = min(max(log(seconds / expected), -_MOST_ERROR), _MOST_ERROR)
-        by_rows = self.per_row * rows / expected  # the part of what was expected; the rest is by pairs
-        # Covariances of each logarithm with the step's: H is (by_rows, 1 - by_rows).
+        by_rows = self.per_row * rows / expected  # share of the expected seconds that rows take; pairs take the rest
+        # Covariances of both logarithms with the logarithm of the step's seconds: H = (by_rows, 1 - by_rows).
         row = by_rows * self._row_variance + (1 - by_rows) * self._covariance
         pair = by_rows * self._covariance + (1 - by_rows) * self._pair_variance
         variance = by_rows * row + (1 - by_rows) * pair + _STEP_NOISE
@@ -194,18 +193,18 @@ class Pace:
         self._covariance += _SPEED_DRIFT - row * pair / variance
 
     def seconds(self, rows: float, pairs: float) -> float:
-        """What so many prompt rows add to a step."""
+        """Seconds that prompt rows add to a step."""
         return self.per_row * rows + self.per_pair * pairs
 
     def room(self, rows: int, seconds: float, least_rows: int) -> Room:
-        """What a step has for prompts, in rows and in seconds beside its base; at most twice of what was ever seen."""
+        """Room of at most `rows` and `seconds`, and of at most twice the rows and pairs of any step so far."""
         return Room(
             min(rows, int(2 * self._most_rows)), seconds, 2 * self._most_pairs, self.per_row, self.per_pair, least_rows
         )
 
 
 class StepPace:
-    """Bounds the seconds of a step: prompt rows of the target, and rows with which the draft catches up."""
+    """Bounds the seconds of a step: the target's prompt rows, and the rows with which the draft catches up."""
 
     def __init__(self, max_seconds: float, pacing: Pacing) -> None:
         self.max_seconds = max_seconds
@@ -215,23 +214,56 @@ class StepPace:
         self._least_rows = pacing.least_rows
 
     def learn(self, plan: StepPlan, spent: StepSeconds, seconds: float) -> None:
-        """A step took `seconds` in all, of which its parts `spent` what they say."""
+        """A step took `seconds`, of which the executor measured `spent`."""
         drafting = max(0.0, spent.draft - spent.hidden)
         self.prompts.learn(*_prompt_work(plan), seconds - drafting)
         self.catch_up.learn(*catch_up_work(plan.draft_rows, plan.draft_start, plan.lengths), drafting)
 
     def prompt_room(self, rows: int, is_alone: bool, taken: float = 0.0) -> Room:
-        """For prompts, beside `taken` seconds of catching up. `is_alone`: nobody decodes in this step."""
+        """Room for prompts, beside `taken` seconds of catching up. `is_alone`: no request decodes in this step."""
         return self.prompts.room(rows, self._spare(is_alone) - taken, self._least_rows)
 
     def catch_up_room(self, rows: int, beside_prompts: bool) -> Room:
-        """For drafts that catch up; they get done, too, where a step has no seconds to spare."""
+        """Room for drafts that catch up. They get `least_rows` also where a step has no spare seconds."""
         seconds = self._spare(is_alone=False) * (CATCH_UP_SHARE if beside_prompts else 1.0)
         return self.catch_up.room(rows, seconds, self._least_rows)
 
     def _spare(self, is_alone: bool) -> float:
         spare = self.max_seconds * (ALONE if is_alone else 1.0) - self.prompts.base - self.catch_up.base
-        return max(spare, self.prompts.base) if is_alone else spare  # on a slow machine, too, half of a step is rows
+        # On a slow machine, too, prompt rows may take half of a step without streams.
+        return max(spare, self.prompts.base) if is_alone else spare
+
+
+def prompt_room(pace: StepPace | None, rows: int, is_alone: bool, catch_up_seconds: float = 0.0) -> Room:
+    """What a step has for prompts, beside a draft that catches up. Without a pace only rows are bounded."""
+    return Room(rows) if pace is None else pace.prompt_room(rows, is_alone, catch_up_seconds)
+
+
+def share_rows(
+    pace: StepPace | None,
+    max_rows: int,
+    start: IntArray,
+    pending: IntArray,
+    num_judged: int = 0,
+    catch_up_seconds: float = 0.0,
+) -> IntArray:
+    """Rows of each request [B] in a step of `max_rows`, of which `num_judged` are rows of drafts.
+
+    `start` are the context rows that a request has computed, `pending` those it has not. A request with one pending row
+    decodes and gets it. The others have prompts, which share what is left.
+    """
+    reads = pending > 1
+    if not reads.any():
+        return pending
+    num_others = int(np.count_nonzero(~reads))
+    room = prompt_room(pace, max_rows - num_others - num_judged, num_others == 0, catch_up_seconds)
+    left = pending[reads].tolist()
+    shared = share(room, left, start[reads].tolist())
+    if pace is not None and pace.row_sizes:
+        shared = fill_size(shared, left, num_others + num_judged, pace.row_sizes)
+    rows = np.ones_like(pending)
+    rows[reads] = shared
+    return rows
 
 
 def _prompt_work(plan: StepPlan) -> tuple[int, float]:
@@ -244,8 +276,8 @@ def _prompt_work(plan: StepPlan) -> tuple[int, float]:
 
 
 def catch_up_work(rows: IntArray, start: IntArray, lengths: IntArray) -> tuple[int, float]:
-    """Rows of drafts that catch up in a step, and their pairs. The arguments are the draft's rows of each request."""
-    late = rows > np.where(lengths > 0, KEPT_UP, 0)  # who catches up and is not through drafts nothing
+    """Rows with which drafts catch up in a step, and their pairs. `rows` and `start` are those of the draft."""
+    late = rows > np.where(lengths > 0, KEPT_UP, 0)  # a request that has not caught up drafts nothing
     if not late.any():
         return 0, 0.0
     return int(rows[late].sum()), float(np.dot(rows[late], start[late] + rows[late] / 2))

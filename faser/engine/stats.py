@@ -1,6 +1,6 @@
-"""What the engine did: one record per step in, totals and rates out.
+"""Totals of what the engine did, from one record per step.
 
-Tokens are counted as they are emitted, never as stream chunks. Seconds are those the caller measured.
+Tokens are counted when they are emitted, not by stream events. The caller measures the seconds.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import numpy as np
 
 from faser.arrays import IntArray
 from faser.request import Progress
+from faser.rules.overlap import OverlapPlan
 from faser.step import StepPlan, StepResult
 
 
 @dataclass(frozen=True)
 class LastStep:
-    """The latest step."""
+    """The latest step in which a request emitted tokens."""
 
     num_decoding: int  # requests that emitted tokens
-    num_drafting: int  # of these, those that drafted
-    drafted: int
-    speculating_changed: float  # on the engine's clock, when speculation was last switched on or off
+    num_drafting: int  # requests that drafted
+    drafted: int  # tokens
+    speculating_changed: float  # when speculation last went on or off, on the engine's clock
 
 
 @dataclass
@@ -34,19 +35,18 @@ class EngineStats:
     drafted: int = 0
     verified: int = 0
     accepted: int = 0
-    chunks: int = 0  # drafts of a request made while its frontier was verified
-    hits: int = 0  # chunks that held
+    chunks: int = 0  # made beside a verification
+    hits: int = 0  # chunks that hit
     lanes: int = 1  # parts of the device that the last step ran on
-    context_rows: int = 0  # rows of context the target computed, drafts not counted
+    context_rows: int = 0  # rows of context that the target computed, without drafts
     plan_seconds: float = 0.0
-    draft_seconds: float = 0.0  # that a step took longer for it
-    hidden_seconds: float = 0.0  # of drafting, while drafts before were verified
+    draft_seconds: float = 0.0  # without those that ran beside a verification
     verify_seconds: float = 0.0
     step_seconds: float = 0.0
     predicted_seconds: float = 0.0  # by the cost model, before each step ran
-    off_seconds: float = 0.0  # of steps in which requests decoded and nobody drafted
+    off_seconds: float = 0.0  # of steps in which requests decoded and none drafted
     last: LastStep | None = None
-    # index k: how often a request that could have drafted was given length k
+    # index k: how often a request that decoded drafted k tokens
     lengths: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     # index t: how often a request verified, and had accepted, at least t + 1 tokens in one step
     verified_per_position: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -63,13 +63,12 @@ class EngineStats:
         ended: float,
         predicted: float | None = None,
     ) -> None:
-        """Count a step. Emitted are the tokens handed out; accepted, for the draft's sake, also those behind a stop."""
+        """Count a step. `emitted` counts tokens handed out; `accepted` also those behind a stop."""
         self.steps += 1
         self.emitted += sum([len(item.token_ids) for item in progress])
         self.context_rows += int(plan.num_rows.sum())
         self.plan_seconds += planned - started
         self.draft_seconds += result.seconds.draft - result.seconds.hidden
-        self.hidden_seconds += result.seconds.hidden
         self.verify_seconds += result.seconds.verify
         self.step_seconds += ended - started
         self.predicted_seconds += predicted or 0.0
@@ -77,14 +76,17 @@ class EngineStats:
             self.drafted += int(result.num_drafted.sum())
             self.verified += int(result.num_verified.sum())
             self.accepted += int(result.num_accepted.sum())
-        if plan.overlap is not None and result.hits is not None:
-            self.chunks += int(np.count_nonzero(plan.overlap.chunk_of(result.num_drafted)))
-            self.hits += int(np.count_nonzero(result.hits))
-        self.lanes = 2 if plan.overlap is not None and plan.overlap.beside and plan.overlap.draft_sms else 1
+        self._record_overlap(plan.overlap, result)
         if result.num_verified.any():
             self.verified_per_position = _add_positions(self.verified_per_position, result.num_verified)
             self.accepted_per_position = _add_positions(self.accepted_per_position, result.num_accepted)
         self._record_lengths(plan, result, ended, ended - started)
+
+    def _record_overlap(self, overlap: OverlapPlan | None, result: StepResult) -> None:
+        self.lanes = 2 if overlap is not None and overlap.beside and overlap.draft_sms else 1
+        if overlap is not None and result.hits is not None:
+            self.chunks += int(np.count_nonzero(overlap.chunk_of(result.num_drafted)))
+            self.hits += int(np.count_nonzero(result.hits))
 
     def _record_lengths(self, plan: StepPlan, result: StepResult, ended: float, seconds: float) -> None:
         samples = plan.samples
@@ -105,17 +107,17 @@ class EngineStats:
 
     @property
     def forward_seconds(self) -> float:
-        """Inside the two models."""
+        """Seconds inside the two models."""
         return self.draft_seconds + self.verify_seconds
 
     @property
     def acceptance(self) -> float:
-        """Of the verified tokens, the share the target agreed with; 0 where nothing was verified."""
+        """accepted / verified; 0 where nothing was verified."""
         return self.accepted / self.verified if self.verified else 0.0
 
 
 def _add_positions(totals: IntArray, counts: IntArray) -> IntArray:
-    """Add, for each t, the number of counts above t."""
+    """totals[t] plus the number of counts above t."""
     return _add(totals, np.bincount(counts)[::-1].cumsum()[::-1][1:])
 
 

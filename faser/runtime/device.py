@@ -1,4 +1,4 @@
-"""What a device must offer: sizes that suit it, and an executor over models that are in its memory."""
+"""What a device must offer: its sizes, and an executor over models in its memory."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from faser.runtime.sampling import Sampler
 
 @dataclass(frozen=True)
 class Parts:
-    """What an executor is made of, whatever the device."""
+    """What an executor is made of, on any device."""
 
     target: Transformer
     draft: Transformer | None
     uses_ngrams: bool
     limits: Limits
     page_size: int
-    max_length: int  # the most tokens a request drafts in one step
-    usual_length: int  # what the policy will ask for, as far as it says: to be prepared for
+    max_length: int  # most tokens that a request drafts in one step
+    usual_length: int  # longest draft that the policy asks for; a GPU captures graphs for it
     history: torch.Tensor  # int64 [max_running, max_model_len] in host memory: the tokens of every slot
-    sampler: Sampler  # reads it
-    num_pages: int | None  # of each model, as the user asked, or
-    kv_memory: int | None  # bytes for both; neither: the device's choice
-    acceptance: float | None  # accept drafts with this probability, whatever they say: for measuring
+    sampler: Sampler  # reads the history
+    num_pages: int | None  # of each model, if the user chose
+    kv_memory: int | None  # bytes of both models' pages, if the user chose; with neither the device chooses
+    acceptance: float | None  # accept drafts with this probability whatever the target says: for measuring
 
     @property
     def models(self) -> list[Transformer]:
@@ -41,17 +41,17 @@ class Parts:
 
     @property
     def most_pages(self) -> int:
-        """More could never be used."""
+        """Pages that all slots can use together."""
         return self.limits.max_running * -(-self.limits.max_model_len // self.page_size)
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Roughly how fast a kind of hardware is, for a profile before anything was measured."""
+    """Rough speed of a kind of hardware, for a profile before anything is measured."""
 
     bytes_per_second: float
     flops_per_second: float
-    layer_seconds: float  # overhead of one layer, whatever its size
+    layer_seconds: float  # overhead of one layer of any size
     host_seconds: float  # of a step, outside both models
     stop_seconds: float | None  # of one confidence check of a draft; None: unknown
 
@@ -60,13 +60,13 @@ class Speeds:
 class Profiling:
     """How a kind of hardware is profiled (faser/runtime/profiling/profiler.py)."""
 
-    seconds: float  # of start-up that may be spent on it
-    graph_rows: tuple[int, ...]  # rows that steps without prompts are rounded up to; none where each number is its own
-    mixed_rows: tuple[int, ...]  # likewise of steps with prompts, and of a draft that catches up; more are not rounded
+    seconds: float  # of start-up that profiling may take
+    graph_rows: tuple[int, ...]  # rows that steps without prompts are rounded up to; empty: no rounding
+    mixed_rows: tuple[int, ...]  # rows that steps with prompts and catch-ups are rounded up to; more are not rounded
     most_rows: int  # of a measured step that only decodes
-    most_context: int  # of all its requests together
-    most_prompt_rows: int  # of a measured step with prompts, and of a draft that catches up
-    has_lanes: bool = True  # drafting beside a verification takes other than the sum of both
+    most_context: int  # tokens of all requests of a measured step together
+    most_prompt_rows: int  # of a measured step with prompts, and of a measured catch-up
+    has_lanes: bool = True  # drafting can run beside a verification in less than the sum of both
 
 
 class Device(Protocol):
@@ -77,17 +77,17 @@ class Device(Protocol):
 
     @property
     def max_running(self) -> int:
-        """Requests in one batch, where the user did not say."""
+        """Requests in one batch, if the user did not choose."""
         ...
 
     @property
     def max_batch_tokens(self) -> int:
-        """Rows in one step, likewise."""
+        """Rows in one step, if the user did not choose."""
         ...
 
     @property
     def pacing(self) -> Pacing:
-        """How long a step may take, and how many prompt rows to begin with."""
+        """Seconds of a step, and prompt rows of the first steps."""
         ...
 
     @property
@@ -103,9 +103,9 @@ class Device(Protocol):
 
     @property
     def splits(self) -> tuple[int, ...]:
-        """How it can be shared by a draft that goes on while the drafts before are verified; none: it cannot.
+        """Ways to share the device between drafting and verification; empty: it cannot be shared.
 
-        By the SMs that drafting has to itself, 0 where both share all there is.
+        Each is the number of SMs that drafting has to itself; 0: both models share all SMs.
         """
         ...
 
@@ -119,16 +119,16 @@ class Device(Protocol):
         ...
 
     def default_kv_memory(self) -> int | None:
-        """Bytes to give to KV pages where the user did not say; None: what the models leave free."""
+        """Bytes of KV pages if the user did not choose; None: what the models leave free."""
         ...
 
     def make_executor(self, parts: Parts) -> tuple[Executor, int]:
-        """An executor, and how many KV pages each of its models has."""
+        """An executor, and the number of KV pages of each model."""
         ...
 
 
 def make_device(name: str) -> Device:
-    """The device by a name EngineOptions let pass; auto is a GPU that can be used, else the CPU."""
+    """The device of this name; auto is a GPU if one can be used, else the CPU."""
     assert name in DEVICES, name
     obstacle = _cuda_obstacle()
     if name == "cpu" or (name == "auto" and obstacle is not None):
@@ -143,7 +143,7 @@ def make_device(name: str) -> Device:
 
 
 def why_device(name: str) -> str:
-    """The reason for the choice, for people."""
+    """Why `make_device` chose what it chose, for people."""
     if name != "auto":
         return "as asked"
     obstacle = _cuda_obstacle()

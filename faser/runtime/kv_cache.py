@@ -1,7 +1,7 @@
-"""Where a model's keys and values live.
+"""The memory of a model's keys and values.
 
-Knows bytes and layout; which page belongs to whom is the page pool's business (faser/engine/pages.py). A page
-holds page_size tokens; a token's entry is its key heads followed by its value heads, so that writing a row is one copy.
+Knows bytes and layout; who holds a page is known to the page pool (faser/engine/pages.py). A page holds page_size
+tokens; a token's entry is its key heads followed by its value heads, so that writing a row is one copy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from faser.errors import ConfigError
 from faser.models.config import ModelConfig
 
 GIB = 2**30
-USEFUL_TOKENS = 256  # of one request, prompt and output; kv_memory must hold them, or max_model_len if that is less
+USEFUL_TOKENS = 256  # of one request, prompt and output; kv_memory must hold these, or max_model_len if less
 
 
 def bytes_per_page(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
@@ -80,7 +80,7 @@ class KVCache:
 
 
 def _lazy_zeros(num_bytes: int) -> torch.Tensor:
-    """Zeros the system hands out page by page, on first touch. Zeros, not garbage: a masked NaN is still a NaN."""
+    """Zeros that take physical memory on first touch. Zeros, not garbage: a masked NaN is still a NaN."""
     try:
         return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8))
     except MemoryError as error:

@@ -4,19 +4,19 @@ Token t of a request is argmax over v of log p_t(v) + g_t(v), where p_t is the d
 and g_t is Gumbel noise keyed by (seed, t, v). That is an exact sample from p_t, and a draft that uses the same noise
 agrees with the target far more often than an independent draw would.
 
-Knows the parameters of each slot and reads the tokens of its history. Does not know models, steps, drafted from
-committed tokens, or who else is in the batch: every row is computed by itself, by operations whose result for a row
-does not depend on the number of rows. A plain greedy batch stays on the logits' device; the rest is numpy on the host,
-where argmax, partition and sort are several times faster than torch's.
+Knows the parameters of each slot and reads the tokens of its history. Knows no models and no steps, and does not tell
+drafted from committed tokens. Every row is computed by itself, by operations whose result for a row does not depend on
+the number of rows. A plain greedy batch stays on the logits' device; the rest is numpy on the host, where argmax,
+partition and sort are several times faster than torch's.
 
 The noise needs no state and only 32-bit integers, so that a kernel can recompute it: two keys per (seed, position),
 made on the host, then h = mix32(mix32(v * WEYL + key0) ^ key1) per token. mix32 is a two-multiply xorshift finaliser
 from Wellons' search for the smallest avalanche bias (hash-prospector). With one round, rows whose key0 differ by a
-small multiple of WEYL would repeat each other, shifted; the second round, behind the second key, ends that. Both rounds
+small multiple of WEYL would repeat each other, shifted; the second round with the second key prevents it. Both rounds
 are bijections, so a row's hashes are distinct: V draws without replacement out of 2^32, which no test of this size can
-tell from independent ones.
+tell from independent draws.
 
-Shapes: N rows of one call, R some of those rows, V the tokens of the vocabulary, L a shortlist of tokens.
+Shapes: N rows of one call, R a subset of them, V the tokens of the vocabulary, L a shortlist of tokens.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ _MIN_TEMPERATURE = 1e-30  # a gap between logits divided by this is still a fini
 _LOWEST = np.finfo(np.float32).min
 
 NO_TOKENIZER = "a grammar needs a tokenizer, and the model has none; leave the grammar out"
+BROKEN = "the model gave no finite logits for this request (overflow in its dtype?); try another dtype"
 NO_TOKEN = "none of the tokens the grammar allows has a chance here; give a simpler grammar"
 
 
@@ -70,7 +71,7 @@ def gumbel(seeds: NDArray[np.uint64], positions: IntArray, num_tokens: int) -> F
 
 
 def gumbel_of(seeds: NDArray[np.uint64], positions: IntArray, rows: IntArray, token_ids: IntArray) -> Float32Array:
-    """The entries [rows[i], token_ids[i]] of `gumbel(seeds, positions, ...)`, without the others: -> [L]."""
+    """Only the entries [rows[i], token_ids[i]] of `gumbel(seeds, positions, ...)`: -> [L]."""
     key0, key1 = noise_keys(seeds, positions)
     noise = np.empty(len(rows), np.float32)
     _to_gumbel(_hash(token_ids.astype(np.uint32) * WEYL + key0[rows], key1[rows]), noise)
@@ -78,7 +79,7 @@ def gumbel_of(seeds: NDArray[np.uint64], positions: IntArray, rows: IntArray, to
 
 
 def _blocks(num_rows: int, num_tokens: int) -> Iterator[slice]:
-    """Rows to work on at a time: few enough to stay in a core's cache, many enough to be worth a call."""
+    """Rows to work on at a time: few enough for a core's cache, many enough to be worth a call."""
     size = max(1, _BLOCK // num_tokens)
     return (slice(start, start + size) for start in range(0, num_rows, size))
 
@@ -132,7 +133,7 @@ def _to_gumbel(hashed: UInt32Array, out: Float32Array) -> None:
 
 
 def broken_rows(logits: torch.Tensor) -> NDArray[np.bool_]:
-    """Rows [N] that hold a NaN, or no finite best: the model overflowed there."""
+    """[N] rows with a NaN, or without a finite best logit: the model overflowed."""
     broken: NDArray[np.bool_] = ~torch.isfinite(logits.amax(dim=-1)).cpu().numpy()
     return broken
 
@@ -141,7 +142,7 @@ def broken_rows(logits: torch.Tensor) -> NDArray[np.bool_]:
 
 
 class _Kind(IntEnum):
-    """How a row is sampled, from the cheapest: the best score, noise on every token, noise on the tokens kept."""
+    """How a row is sampled, cheapest first: best score, noise on every token, noise on the tokens that filters keep."""
 
     GREEDY = 0
     TEMPERATURE = 1
@@ -158,7 +159,7 @@ class Sampler:
     def __init__(
         self, max_slots: int, vocab_size: int, history: torch.Tensor, compiler: GrammarCompiler | None = None
     ) -> None:
-        self.failed_rows: dict[int, str] = {}  # rows of the last call of `sample` that had no token to give, and why
+        self.failed_rows: dict[int, str] = {}  # why rows of the last `sample` have no token
         self._compiler = compiler
         self._token_ids = np.arange(vocab_size)
         self._history: IntArray = history.numpy()
@@ -181,7 +182,7 @@ class Sampler:
         self._num_logprobs = np.full(max_slots, -1, np.int64)  # -1: not asked for
         self._bias: dict[int, tuple[IntArray, Float32Array]] = {}
         self._stop_ids: dict[int, IntArray] = {}
-        self._matchers: dict[int, Matcher | str] = {}  # of the slots with a grammar; why there is none, where it is so
+        self._matchers: dict[int, Matcher | str] = {}  # of slots with a grammar; a str: why it cannot be served
 
     def admit(self, slot: int, params: SamplingParams, seed: int, num_prompt: int, stop_ids: Sequence[int]) -> None:
         """Give `slot` to a request. `stop_ids` are banned while it has fewer than min_tokens outputs."""
@@ -209,15 +210,15 @@ class Sampler:
             self._matchers[slot] = self._make_matcher(params.grammar, stop_ids)
 
     def release(self, slot: int) -> None:
-        """Take the slot back: its rows are plain greedy ones until the next request is admitted."""
+        """Take the slot back: its rows are plain greedy rows until the next request is admitted."""
         self.admit(slot, SamplingParams(), 0, 0, ())
 
     def sample(self, logits: torch.Tensor, slots: IntArray, positions: IntArray) -> IntArray:
         """The tokens at `positions`: logits float32 [N, V], slots and positions [N] -> [N]. Leaves `logits` as it was.
 
         V may be smaller than the vocabulary (a draft's may be): bias, penalties and bans of ids from V on are skipped.
-        A row that is no distribution (`broken_rows`), or has no token its grammar allows (`failed_rows`, from this call
-        until the next), yields some token; what to do about it is the caller's business.
+        A row that is no distribution (`broken_rows`), or has no token that its grammar allows (`failed_rows`, until the
+        next call), yields an arbitrary token. The caller must check both.
         """
         self.failed_rows = {}
         broken = broken_rows(logits)
@@ -244,7 +245,7 @@ class Sampler:
         return token_ids
 
     def confidence(self, logits: torch.Tensor, slots: IntArray, token_ids: IntArray) -> NDArray[np.float64]:
-        """The probability of each row's token at its temperature, a greedy one's at 1; filters do not count. [N]"""
+        """[N] probability of each row's token, without filters, at the row's temperature (greedy: at 1)."""
         scale = np.where(self._kind[slots] == _Kind.GREEDY, np.float32(1), self._inverse_temperature[slots])
         scaled = logits.float() * torch.from_numpy(scale).to(logits.device)[:, None]
         chosen = torch.from_numpy(token_ids).to(logits.device)[:, None]
@@ -252,13 +253,13 @@ class Sampler:
         found: NDArray[np.float64] = log_p.exp().nan_to_num(0.0).double().cpu().numpy()
         return found
 
-    def standing(
+    def rank_drafts(
         self, logits: torch.Tensor, slots: IntArray, positions: IntArray, token_ids: IntArray, shortlist: int = 0
     ) -> tuple[IntArray, NDArray[np.float64]]:
-        """How many candidates each row's token has above it, and how far the best is above: [N] each.
+        """Rank [N]: how many candidates score above each row's token. Margin [N]: best score - the token's score.
 
-        With the noise of rows that draw, as `sample` has it; bias, penalties and filters do not count. With a shortlist
-        the logits are those of its tokens, and in the last column those of token_ids.
+        Scores include the noise of rows that draw, as in `sample`; they ignore bias, penalties and filters. Candidates
+        are all tokens, or the first `shortlist`; then the last column of the logits is the score of token_ids.
         """
         rank, margin = np.empty(len(slots), np.int64), np.empty(len(slots), np.float64)
         scores: Float32Array = logits.float().cpu().numpy()
@@ -278,9 +279,9 @@ class Sampler:
         return rank, np.maximum(np.nan_to_num(margin, nan=0.0, posinf=0.0), 0.0)
 
     def logprobs(self, logits: torch.Tensor, slots: IntArray, token_ids: IntArray) -> list[TokenLogprobs | None]:
-        """The model's own log-probabilities, from raw logits [N, V], for the rows whose request asked; else None.
+        """The model's own log-probabilities, from raw logits [N, V]. None for rows whose request did not ask.
 
-        Where nobody asked the list is empty.
+        The list is empty if no request asked.
         """
         asking = np.flatnonzero(self._num_logprobs[slots] >= 0)
         if asking.size == 0:
@@ -300,7 +301,7 @@ class Sampler:
         return self._adjusted[slots] | self._bans(slots, positions)
 
     def _bans(self, slots: Any, positions: Any) -> Any:
-        """Whether stop ids are banned at a position, for one row or for [N]: position t has t - num_prompt outputs."""
+        """Whether stop ids are banned, for one row or for [N]: position t has t - num_prompt outputs before it."""
         return positions - self._num_prompt[slots] < self._num_banned[slots]
 
     def _adjust(self, score: Float32Array, slot: int, position: int) -> None:
@@ -327,14 +328,14 @@ class Sampler:
         score[token_ids] = np.where(seen > 0, seen / penalty, seen * penalty)
 
     def _penalise_outputs(self, score: Float32Array, slot: int, position: int) -> None:
-        """For each token put out so far: subtract presence once, and frequency for each time."""
+        """For each token of the output: subtract presence once, and frequency for each occurrence."""
         token_ids, counts = _count(self._outputs(slot, position), len(score))
         score[token_ids] -= self._presence[slot] + self._frequency[slot] * counts.astype(np.float32)
 
     # --- grammar ---------------------------------------------------------------------------------------------------
 
     def num_valid(self, slots: IntArray, num_tokens: IntArray, num_drafted: IntArray) -> IntArray:
-        """How many of the tokens drafted behind each context its request's grammar allows: [B], [B], [B] -> [B]."""
+        """[B] drafted tokens behind each context that the request's grammar allows. Arguments are [B]."""
         if not self._matchers:
             return num_drafted
         num_valid = num_drafted.copy()
@@ -345,7 +346,7 @@ class Sampler:
         return num_valid
 
     def _make_matcher(self, grammar: Grammar, stop_ids: Sequence[int]) -> Matcher | str:
-        """Grammars are checked when a request is added; one that cannot be served even so ends that request alone."""
+        """Grammars are checked when a request is added. One that cannot be served even so fails that request alone."""
         if self._compiler is None:
             return NO_TOKENIZER
         try:
@@ -354,7 +355,7 @@ class Sampler:
             return str(error)
 
     def _constrain(self, score: Float32Array, row: int, slot: int, position: int) -> None:
-        """Forbid what the grammar does not allow at a position, in one row of scores [V]."""
+        """Set the scores [V] of tokens to -inf that the grammar does not allow at a position."""
         matcher = self._matchers[slot]
         if isinstance(matcher, str):
             self.failed_rows[row] = matcher
@@ -387,7 +388,7 @@ class Sampler:
         return chosen
 
     def _draw_filtered(self, scores: Float32Array, slots: IntArray, positions: IntArray) -> IntArray:
-        """As `_draw`, with noise for the tokens the filters keep only: the others cannot win."""
+        """As `_draw`, with noise only for tokens that the filters keep: the others cannot win."""
         kept = [self._filter(row, slot) for row, slot in zip(self._scale(scores, slots), slots.tolist(), strict=True)]
         # one entry per (row, token kept): [L]
         rows = np.repeat(np.arange(len(kept)), [token_ids.size for token_ids, _ in kept])
@@ -435,7 +436,7 @@ def _select(shortlist: Shortlist, keep: NDArray[np.bool_]) -> Shortlist:
 
 
 def _keep_top_k(shortlist: Shortlist, top_k: int) -> Shortlist:
-    """Drop what is below the k-th best score; ties with it stay, as in Hugging Face's sampler."""
+    """Drop scores below the k-th best; ties with it stay, as in Hugging Face's sampler."""
     score = shortlist[1]
     return _select(shortlist, score >= np.partition(score, -top_k)[-top_k])
 
@@ -443,8 +444,8 @@ def _keep_top_k(shortlist: Shortlist, top_k: int) -> Shortlist:
 def _keep_top_p(shortlist: Shortlist, top_p: float) -> Shortlist:
     """Keep the smallest set whose probability reaches top_p; of equally likely tokens the lower ids come first.
 
-    Tokens below (1 - top_p) / L together weigh less than 1 - top_p, so the set lies among the others and only those are
-    sorted. Half that bound leaves room for rounding.
+    Tokens with a probability below (1 - top_p) / L together have less than 1 - top_p, so the set contains none of them
+    and only the others are sorted. Half of that bound leaves room for rounding.
     """
     weight = np.exp(shortlist[1])
     total = weight.sum(dtype=np.float64)
@@ -470,12 +471,12 @@ def _argmax(logits: torch.Tensor) -> IntArray:
 
 
 def _rows_of(scores: Float32Array, rows: IntArray) -> Float32Array:
-    """Some rows, ascending; without a copy where they are all."""
+    """Some rows, ascending; without a copy if these are all rows."""
     return scores if len(rows) == len(scores) else scores[rows]
 
 
 def _count(tokens: IntArray, num_tokens: int) -> tuple[IntArray, IntArray]:
-    """The distinct ids below num_tokens, and how often each occurs."""
+    """The distinct ids below num_tokens, and the occurrences of each."""
     token_ids, counts = np.unique(tokens, return_counts=True)
     num_known = np.searchsorted(token_ids, num_tokens)
     return token_ids[:num_known], counts[:num_known]

@@ -92,7 +92,7 @@ class SimExecutor:
         self._time.reach(ended)
         return result
 
-    def go_on(self) -> None:
+    def finish_launch(self) -> None:
         """A step's looks at its drafts are part of its seconds."""
 
     def may_run_ahead(self, plan: StepPlan) -> bool:

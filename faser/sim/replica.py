@@ -22,6 +22,7 @@ from faser.policy.overlap import Overlap
 from faser.sim.clock import VirtualTime
 from faser.sim.executor import Noise, SimExecutor, Watch, no_noise
 from faser.sim.oracle import Oracle
+from faser.sim.quiet import QuietReporter
 from faser.step import StepPlan, StepSeconds
 
 PROFILES = Path(__file__).parent / "profiles"
@@ -135,7 +136,7 @@ def make_replica(machine: Machine, policy: str, oracle: Oracle, seed: int = 0, w
         cost=cost if goes_by_cost else None,
         overlap=None if machine.overlap == "off" else Overlap(machine.overlap),
         pace=StepPace(machine.max_step_ms / 1e3, pacing) if machine.max_step_ms else None,
-        reports_every_token=False,
+        reporter=QuietReporter,
     )
     return Replica(Engine(scheduler, executor, time.now, cost), time)
 

@@ -111,7 +111,7 @@ def test_pages_in_the_prefix_cache_hold_what_all_layers_computed(pair):
     assert engine.stats.context_rows - rows < rows, "the second run found prompts in the cache"
 
 
-def test_what_is_not_dropped_is_accepted_as_without(pair):
+def test_all_drafts_of_a_perfect_draft_model_that_early_exit_keeps_are_accepted(pair):
     """A draft equal to the target: after all layers but one, some of its tokens stand first."""
     target, _, requests, right = pair
     engine = exiting(make_engine(target, target, Fixed(4)), ExitRule((ExitPoint.by_rank(LAYERS - 1, 4),)))
@@ -119,7 +119,7 @@ def test_what_is_not_dropped_is_accepted_as_without(pair):
     assert 0 < engine.stats.accepted == engine.stats.verified < engine.stats.drafted
 
 
-def test_a_rule_comes_of_trials_and_drops_drafts_that_are_bad():
+def test_trials_make_a_rule_that_drops_bad_drafts():
     """The target's later layers do next to nothing: a middle one knows which drafts will be refused."""
     target = Transformer.random(replace(CONFIGS["llama3"], num_layers=8), 0, std=0.3)
     for layer in target.layers[4:]:
@@ -145,7 +145,7 @@ def test_a_rule_comes_of_trials_and_drops_drafts_that_are_bad():
     assert stats.false_share < 0.03
 
 
-def test_auto_without_a_price_never_begins_and_off_never_asks():
+def test_auto_without_a_cost_and_off_never_exit():
     target = three_layers("llama3")
     requests = make_requests(target.config)
     for mode in ("auto", "off"):

@@ -122,7 +122,7 @@ def test_a_request_that_may_have_ended_goes_on_until_that_is_known():
     assert ahead.lengths.tolist() == [0]
     last = executor.execute(ahead)
     for each, come in ((plan, result), (ahead, last)):
-        world.receive(scheduler.commit(each, come))
+        world.receive(scheduler.commit(each, come).progress)
     assert world.finished["a"].finish.reason is FinishReason.LENGTH
 
 
@@ -141,7 +141,7 @@ def test_what_comes_after_a_stop_is_as_if_never_made():
     assert world.finished["a"].finish.reason is FinishReason.STOP
 
 
-def test_the_slot_of_an_ended_request_is_not_given_away_while_a_step_names_it():
+def test_the_slot_of_an_ended_request_is_not_given_away_while_a_step_in_flight_has_it():
     engine, world, _ = make_engine(Fixed(0), max_running=2)
     whole = expected_output([1, 2, 3], SEED, 20)
     request = make_request("a", [1, 2, 3], 20)
@@ -190,7 +190,7 @@ def test_a_plan_made_ahead_leads_where_its_frontier_turns_out_void(length, agree
     assert set(hits) == ({True, False} if 0 < agreement < 1 else {agreement == 1})
 
 
-def test_a_plan_made_ahead_gives_no_lead_to_who_cannot_draft():
+def test_a_plan_made_ahead_gives_no_lead_to_a_request_that_cannot_draft():
     """The draft has no pages for it: it goes on with one token."""
     plan = make_plan_ahead()
     missed = Settling(np.array([1]), np.array([False]), np.array([True]))
@@ -269,7 +269,7 @@ def workloads(draw):
     return requests
 
 
-def test_what_overlaps_sometimes_is_of_every_kind():
+def test_the_random_overlap_of_these_tests_makes_every_kind_of_step():
     """What the workloads below are served with."""
     found = set()
     for seed in range(12):

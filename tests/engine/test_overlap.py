@@ -57,7 +57,7 @@ def test_a_draft_that_is_always_wrong_costs_no_step_and_no_token(chunk):
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5, 6])
 @pytest.mark.parametrize("period", [2, 3, 4, 7])
-def test_right_and_then_wrong(chunk, period):
+def test_after_a_hit_there_is_a_frontier_and_after_a_miss_none(chunk, period):
     """After a miss the request rides the next verification with one row, and drafts again meanwhile."""
     plans = play(chunk, lambda position: position % period != 0).plans
     for plan, following in pairwise(plans[1:]):
@@ -86,7 +86,7 @@ def play_both(chunk: int, leads: bool = False) -> list[StepPlan]:
     return [plan for plan in world.plans if plan.slots.size == 2 and plan.lengths.all()]
 
 
-def test_nobody_waits_for_the_miss_of_another():
+def test_no_request_waits_for_the_miss_of_another():
     first, *plans = play_both(3)
     assert first.frontier.tolist() == [0, 0]
     assert plans
@@ -127,25 +127,46 @@ def test_a_miss_is_known_to_a_plan_made_ahead_and_to_the_next_one(planned):
     assert (result.num_accepted.tolist(), result.hits.tolist()) == ([2], [False])
     scheduler.advance()
     ahead = scheduler.plan() if planned else None
-    world.receive(scheduler.commit(plan, result))
+    world.receive(scheduler.commit(plan, result).progress)
     if ahead is not None:
         assert ahead.frontier.tolist() == [2], "as if it had been a hit"
         world.executor.agreement = 1.0
-        world.receive(scheduler.commit(ahead, world.executor.execute(ahead)))
-        settled = scheduler._num_tokens[0] - 1  # it had one row, and its drafts begin anew
-        assert world.tokens["a"][-1:] == expected_output([1, 2, 3], SEED, int(settled) - 2)[-1:]
+        committed = scheduler.commit(ahead, world.executor.execute(ahead))
+        world.receive(committed.progress)
+        assert committed.plan.frontier.tolist() == [0]
+        assert world.tokens["a"] == expected_output([1, 2, 3], SEED, int(committed.plan.num_tokens[0]) - 2)
         following = scheduler.plan()
         assert following.frontier.tolist() == [2], "a hit again"
     else:
         following = scheduler.plan()
         assert following.frontier.tolist() == [0]
         assert following.draft_start[0] + following.draft_rows[0] == following.num_tokens[0]
-    world.receive(scheduler.commit(following, world.executor.execute(following)))
+    world.receive(scheduler.commit(following, world.executor.execute(following)).progress)
     world.drain()
     assert world.tokens["a"] == expected_output([1, 2, 3], SEED, 30)
 
 
-def test_a_settled_plan_verifies_no_guess_that_came_to_nothing():
+def test_a_frontier_is_cut_to_the_rows_that_newly_decoding_requests_leave():
+    """One request has a frontier of 14 in steps of 16 rows when 15 prompts of one token arrive."""
+    world = World(Fixed(15), overlap=Overlap(), agreement=1.0, max_batch_tokens=16, max_running=16, max_model_len=128,
+                  num_pages=512, num_draft_pages=512)  # fmt: skip
+    requests = [make_request(str(i), [1, i % 5, 2][: 1 + 2 * (i == 0)], 60) for i in range(16)]
+    world.add(requests[0])
+    for _ in range(3):
+        world.step()
+    assert world.plans[-1].frontier.tolist() == [14]
+    for request in requests[1:]:
+        world.add(request)
+    world.step()
+    plan = world.plans[-1]
+    assert plan.slots.size == 16
+    assert (plan.num_rows + plan.judged).sum() == 16, "31 rows with all of the frontier"
+    world.drain()
+    for request in requests:
+        assert world.tokens[request.id] == expected_output(request.prompt_token_ids, SEED, 60)
+
+
+def test_a_settled_plan_verifies_no_void_frontier():
     world = World(Fixed(3), overlap=Overlap(), agreement=1.0, max_batch_tokens=64)
     world.add(make_request("a", [1, 2, 3], 30))
     for _ in range(3):
@@ -260,12 +281,12 @@ def test_a_plan_made_ahead_leads_where_there_can_be_no_frontier(overlap, frontie
     assert (ahead.frontier.tolist(), lead_array(ahead).tolist()) == (frontier, lead)
     assert ahead.overlap.leads
     later = world.executor.execute(ahead)
-    world.receive(scheduler.commit(plan, result))
-    settled = scheduler.settled
+    world.receive(scheduler.commit(plan, result).progress)
+    settled, progress = scheduler.commit(ahead, later)
     assert settled.judged.tolist() == [max(frontier[0], lead[0]), 3]
     assert settled.overlap.chunk_of(settled.lengths).tolist() == [4, 4]
     assert settled.frontier.tolist() == (frontier if agreement else [0, 0])
-    world.receive(scheduler.commit(ahead, later))
+    world.receive(progress)
     world.drain()
     assert world.tokens == {"a": expected_output([1, 2, 3], SEED, 30), "b": expected_output([3, 2, 1], SEED, 30)}
 
@@ -301,7 +322,7 @@ def test_a_request_that_leads_is_cancelled_and_leaves_no_page(flying):
     result = world.executor.execute(plan)
     if flying:
         assert world.scheduler.cancel("a")
-    world.receive(world.scheduler.commit(plan, result))
+    world.receive(world.scheduler.commit(plan, result).progress)
     if not flying:
         assert world.scheduler.cancel("a")
     world.drain()
@@ -312,7 +333,7 @@ def test_a_request_that_leads_is_cancelled_and_leaves_no_page(flying):
 
 
 @pytest.mark.parametrize("num_pages", [9, 12, 16])
-def test_leads_take_pages_only_while_there_are_some(num_pages):
+def test_without_pages_for_a_lead_no_request_drafts(num_pages):
     """Where a lead would take the last pages nobody drafts; every output is right all the same."""
     sizes = {"num_pages": num_pages, "num_draft_pages": 16, "max_running": 3, "max_batch_tokens": 64}
     world = World(Fixed(4), overlap=Overlap(leads=True), **sizes)
@@ -375,7 +396,7 @@ def test_the_tokens_are_those_of_plain_decoding(pair, policy):
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "stops"])  # no step here is without overlap
-def test_so_they_are_with_leads(pair, policy):
+def test_with_leads_the_tokens_are_those_of_plain_decoding(pair, policy):
     target, _, requests, right = pair
     draft = make_draft(target, noise=0.01)  # so that seven in a row are right at times
     engine, plans = make_leading(target, draft, POLICIES[policy](), max_batch_tokens=128)
@@ -410,7 +431,7 @@ def test_a_policy_is_told_of_every_draft_that_was_judged_whichever_step_made_it(
 
 
 @pytest.mark.parametrize("kind", ["right", "wrong"])
-def test_leads_of_drafts_that_are_always_right_or_wrong(pair, kind):
+def test_leads_that_are_always_right_or_wrong_change_no_token(pair, kind):
     target, _, requests, right = pair
     plain = [request for request in requests if request.id == "greedy with end token ignored"]
     engine, plans = make_leading(target, target if kind == "right" else always_wrong(target), Fixed(3))
@@ -433,7 +454,7 @@ def test_what_an_earlier_request_left_in_the_slot_is_no_draft_behind_a_lead():
 
 
 @pytest.mark.parametrize("kind", ["right", "wrong"])
-def test_drafts_that_are_always_right_or_wrong(pair, kind):
+def test_overlapped_drafts_that_are_always_right_or_wrong_change_no_token(pair, kind):
     target, _, requests, right = pair
     plain = [request for request in requests if request.id == "greedy with end token ignored"]
     engine = make_engine(target, target if kind == "right" else always_wrong(target), Fixed(3), overlap="on")
@@ -456,7 +477,7 @@ def test_with_arrivals_prompts_in_pieces_preemption_and_cancellation(pair, leads
 
 
 @pytest.mark.parametrize("leads", [False, True])
-def test_pages_in_the_prefix_cache_hold_no_guess(pair, leads):
+def test_pages_in_the_prefix_cache_hold_no_drafts(pair, leads):
     target, draft, requests, right = pair
     engine = make_engine(target, draft, Fixed(4), overlap="on")
     engine.scheduler.overlap = Overlap(leads=leads)
@@ -466,7 +487,7 @@ def test_pages_in_the_prefix_cache_hold_no_guess(pair, leads):
     assert engine.stats.context_rows - rows < rows
 
 
-def test_where_there_is_one_lane_or_no_draft_model_it_is_refused_and_a_typo_too():
+def test_overlap_is_refused_without_a_second_lane_or_a_draft_model_and_so_is_a_typo():
     target = Transformer.random(CONFIGS["llama3"], 0)
 
     class OneLane(CpuDevice):

@@ -132,7 +132,7 @@ def test_writes_are_the_table_entries_that_changed():
         (lambda pool: pool._free.__setitem__(0, pool._free[1]), "lost or in two states"),
     ],
 )
-def test_check_finds_broken_books(break_it, found):
+def test_check_finds_broken_page_accounting(break_it, found):
     pool = make_pool()
     pool.reserve(one(0), one(8))
     break_it(pool)

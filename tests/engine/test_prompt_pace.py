@@ -133,7 +133,7 @@ def test_a_step_without_seconds_to_spare_still_reads_the_least_rows_of_the_oldes
     assert share(pace.room(4096, -1.0, 8), [3, 500], [0, 0]) == [3, 0]
 
 
-def test_where_nobody_decodes_a_step_may_take_twice_as_long():
+def test_where_no_request_decodes_a_step_may_take_twice_as_long():
     pace = StepPace(BOUND, CPU)
     for _ in range(3):
         pace.prompts.learn(0, 0.0, 0.06)
@@ -201,7 +201,7 @@ def test_a_short_prompt_gets_all_its_rows_beside_an_older_long_one():
     rows=st.integers(4, 40),
     least=st.integers(1, 4),
 )
-def test_nobody_starves_however_many_short_prompts_keep_coming(arriving, rows, least):
+def test_no_prompt_starves_however_many_short_ones_keep_coming(arriving, rows, least):
     """A prompt is read at the latest when it and all older ones were read at the least pace, one after the other."""
     endless = itertools.cycle(arriving)
     left: list[int] = [200]

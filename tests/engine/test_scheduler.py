@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from faser.engine import prefixes
+from faser.engine.admission import MAX_CANDIDATES, MAX_NAMED
 from faser.engine.engine import Engine
+from faser.engine.pages import page_hash
 from faser.engine.prompt_pace import KEPT_UP, Pacing, StepPace, pairs_of
-from faser.engine.scheduler import MOST_CANDIDATES, MOST_HASHED
 from faser.errors import EngineError, InvalidRequest, RequestTooLong
 from faser.policy import Fixed, Policy
 from faser.request import FinishReason
@@ -143,7 +145,7 @@ def test_a_failed_request_is_answered_with_its_reason_and_publishes_nothing():
         world.add(make_request(name, [1] * 12 if name == "a" else [2] * 12, 5))
     plan = world.scheduler.plan()
     result = world.executor.execute(plan)
-    world.receive(world.scheduler.commit(plan, replace(result, failures={0: "overflow"})))
+    world.receive(world.scheduler.commit(plan, replace(result, failures={0: "overflow"})).progress)
     assert world.finished["a"].finish.reason is FinishReason.FAILED
     assert world.finished["a"].finish.error == "overflow"
     world.scheduler.check()
@@ -156,7 +158,7 @@ def test_a_failed_request_is_answered_with_its_reason_and_publishes_nothing():
     world.drain()
 
 
-def test_no_end_is_lost_when_a_step_breaks_half_way():
+def test_no_end_is_lost_when_a_commit_raises():
     class Breaks:
         text = ""
 
@@ -200,7 +202,7 @@ def test_a_request_that_did_not_speculate_catches_up_before_it_drafts_again():
     assert max(lag for lags in policy.lags for lag in lags) > 4, "the policy is told what catching up would cost"
 
 
-def test_a_long_catch_up_is_cut_into_steps_and_holds_up_nobody_else():
+def test_a_long_catch_up_is_cut_into_steps_and_delays_no_other_request():
     world = World(Fixed(2), max_batch_tokens=8, max_model_len=128, num_pages=128, num_draft_pages=128, caching=False)
     long = make_request("long", [1] * 40, 20)
     short = make_request("short", [2, 1], 40)
@@ -314,7 +316,7 @@ def test_a_cancel_while_a_step_is_in_flight_takes_effect_when_it_lands():
     assert world.scheduler.cancel("a")
     assert world.scheduler.cancel("b")
     assert world.target.num_held > 0, "its pages are being written"
-    world.receive(world.scheduler.commit(plan, world.executor.execute(plan)))
+    world.receive(world.scheduler.commit(plan, world.executor.execute(plan)).progress)
     assert world.target.num_held == 0
     world.drain()
     assert {p.finish.reason for p in world.finished.values()} == {FinishReason.CANCELLED}
@@ -502,7 +504,7 @@ def test_what_overtakes_leaves_a_slot_for_the_head_of_the_queue():
     assert not world.plans[-1].admitted, "the third slot is kept for the head"
 
 
-def test_a_head_that_lacks_pages_lets_nobody_pass():
+def test_a_head_that_lacks_pages_lets_no_request_pass():
     world = World(Fixed(0), num_pages=16, max_batch_tokens=16, caching=False)
     world.add(make_request("holds", [1] * 40, 10))
     for _ in range(4):
@@ -536,7 +538,7 @@ def test_the_newest_request_is_preempted_though_it_was_admitted_before_an_older_
         world.step()
         admitted += [a.token_ids.size for a in world.plans[-1].admitted]
     assert admitted == [12, 2, 14]
-    assert [entry.request.id for entry in world.scheduler._waiting] == ["newer"]
+    assert [waiting.request.id for waiting in world.scheduler._queue] == ["newer"]
     world.drain()
 
 
@@ -558,7 +560,7 @@ def test_equal_prompts_that_arrive_together_are_computed_once(ahead):
     assert rows == 40 + 7 * 4 + 8 * 2, "one prompt, of the others the last page, and a row for each further token"
 
 
-def test_a_prompt_waits_for_pages_only_while_somebody_computes_them():
+def test_a_prompt_waits_for_pages_only_while_another_request_computes_them():
     """'long' computes their common beginning; when it has passed it, 'short' is admitted with all of it."""
     world = World(Fixed(0), max_batch_tokens=8, max_model_len=256, num_pages=256)
     common = [1, 2, 0, 1] * 6
@@ -590,40 +592,34 @@ def test_a_preempted_request_that_had_overtaken_goes_behind_the_older_one_that_w
         world.add(make_request(name, [1] * size, max_tokens))
     world.step()
     assert world.scheduler.num_running == 2, "the first, and the one that overtakes"
-    world.scheduler._preempt(int(world.scheduler._running[-1]))
-    assert [entry.request.id for entry in world.scheduler._waiting] == ["head", "newer"]
+    slots = world.scheduler._slots
+    world.scheduler._preempt(slots[int(slots.running[-1])])
+    assert [waiting.request.id for waiting in world.scheduler._queue] == ["head", "newer"]
     world.drain()
     assert list(world.finished).index("head") < list(world.finished).index("newer")
 
 
 @pytest.mark.parametrize("size", [6, 300])
-def test_a_plan_looks_at_a_bounded_number_of_waiting_requests(size):
+def test_a_plan_looks_at_a_bounded_number_of_waiting_requests(size, monkeypatch):
     world = World(Fixed(0), max_batch_tokens=8, max_running=4, max_model_len=8192, num_pages=8192)
-    looked, hashed = [], []
-    find, extend = world.target.find, world.scheduler._extend_hashes
-    world.target.find = lambda hashes: looked.append(1) or find(hashes)
-    world.scheduler._extend_hashes = lambda entry, *rest: (
-        hashed.append(-len(entry.hashes))
-        or (
-            extend(entry, *rest),
-            hashed.append(len(entry.hashes)),
-        )
-    )
+    looked, named = [], []
+    find = world.target.find
+    world.target.find = lambda names: looked.append(1) or find(names)
+    monkeypatch.setattr(prefixes, "page_hash", lambda *page: named.append(1) or page_hash(*page))
     for i in range(600):
         world.add(make_request(str(i), [i % 5, 1, 2] * (size // 3), 2))
     for _ in range(3):
         looked.clear()
-        hashed.clear()
-        world.scheduler.plan()
-        assert 0 < len(looked) <= MOST_CANDIDATES + world.limits.max_running
-        assert sum(hashed) <= MOST_HASHED
-        world.scheduler._flights.clear()
+        named.clear()
+        world.step()
+        assert 0 < len(looked) <= MAX_CANDIDATES + world.limits.max_running
+        assert len(named) <= MAX_NAMED
 
 
 def test_a_prompt_with_more_pages_than_a_plan_gives_names_is_admitted_all_the_same():
     world = World(Fixed(0), max_batch_tokens=8, max_model_len=8192, num_pages=8192)
     for name in "ab":
-        world.add(make_request(name, [1] * 4 * (MOST_HASHED + 10), 2))
+        world.add(make_request(name, [1] * 4 * (MAX_NAMED + 10), 2))
     world.scheduler.plan()
     assert (world.scheduler.num_running, world.scheduler.num_waiting) == (1, 1)
 
@@ -739,7 +735,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def commit(self) -> None:
         plan, self.in_flight = self.in_flight, None
-        self.world.receive(self.world.scheduler.commit(plan, self.world.executor.execute(plan)))
+        self.world.receive(self.world.scheduler.commit(plan, self.world.executor.execute(plan)).progress)
 
     @precondition(lambda self: self.in_flight is None)
     @rule(steps=st.integers(1, 8))

@@ -11,7 +11,7 @@ def test_totals_are_those_of_the_steps_and_positions_count_runs():
     while world.scheduler.has_work:
         plan = world.scheduler.plan()
         result = world.executor.execute(plan)
-        progress = world.scheduler.commit(plan, result)
+        progress = world.scheduler.commit(plan, result).progress
         world.receive(progress)
         begin = float(stats.steps)
         stats.record(plan, result, progress, started=begin, planned=begin + 0.25, ended=begin + 1, predicted=0.5)

@@ -71,7 +71,7 @@ def test_noise_of_some_tokens_equals_that_of_all() -> None:
     assert np.array_equal(gumbel_of(seeds, positions, rows, token_ids), gumbel(seeds, positions, 5000)[rows, token_ids])
 
 
-def test_noise_is_fixed_for_ever() -> None:
+def test_noise_never_changes_between_versions() -> None:
     """Recorded: another generator would change every seeded answer ever given."""
     noise = gumbel(as_seeds(0, 1234567890123456789), np.array([0, 42]), 4)
     recorded = [[-1.3865397, 1.8466649, -0.2560604, -0.3060035], [2.0100706, 0.3781326, 1.4536451, 1.0239849]]
@@ -460,7 +460,7 @@ def test_a_row_does_not_depend_on_its_batch(vocab: int) -> None:
         assert bench.one(logits[row], int(positions[row]), int(slots[row])) == together[row]
 
 
-def test_no_rows_are_no_tokens() -> None:
+def test_without_rows_there_are_no_tokens() -> None:
     none = np.empty(0, np.int64)
     assert Bench().sampler.sample(torch.empty(0, VOCAB), none, none).shape == (0,)
 

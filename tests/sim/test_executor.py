@@ -131,7 +131,7 @@ def test_what_overlaps_takes_the_longer_of_both_and_its_share_of_the_shorter(run
     assert record.num_tokens == 6
     stats = replica.engine.stats
     assert (stats.chunks, stats.hits) == (2, 2)
-    assert stats.hidden_seconds == pytest.approx(0.75 * (0.009 + 0.005), abs=1e-9)
+    assert stats.draft_seconds == pytest.approx(0.012 + 0.005 - 0.75 * (0.009 + 0.005), abs=1e-9)
 
 
 def simulate_leads(workload, policy, agreement, profile, runs_ahead, watch=None):
@@ -165,7 +165,7 @@ def test_a_lead_is_paid_for_before_its_verification(agreement, output, steps, hi
     assert record.end == pytest.approx(prompt + sum(each + HOST for each in steps), abs=1e-12)
     assert record.num_tokens == output
     stats = replica.engine.stats
-    assert stats.hidden_seconds == pytest.approx(hidden, abs=1e-12)
+    assert stats.draft_seconds == pytest.approx(0.002 * stats.drafted - hidden, abs=1e-12)
     assert (stats.chunks, stats.hits) == hits
 
 
@@ -276,7 +276,7 @@ def test_a_request_beyond_the_pool_is_lost_with_a_reason():
 
 @pytest.mark.parametrize("policy", ["off", "fixed:3"])
 @pytest.mark.parametrize("concurrency", [None, 6])
-def test_a_quiet_scheduler_says_less_and_does_the_same(policy, concurrency):
+def test_a_quiet_reporter_says_less_and_does_the_same(policy, concurrency):
     workload = make_workload(50, rate=40.0, concurrency=concurrency)
     oracle = Draw(0.7).oracle([item.category for item in workload.items], 0)
     quiet, replica = simulate(workload, policy, oracle)

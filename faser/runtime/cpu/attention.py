@@ -1,8 +1,8 @@
 """Attention on the CPU: ragged, over pages, with plain torch calls.
 
-Attention gathers a group's pages into one padded block and calls torch's fused attention once per group and layer. What
-depends only on the rows (indices, masks, rotation) is prepared once per forward. The query heads that share a key head
-are folded into the query's rows, which keeps the fused kernel on its fast path.
+Requests are put into groups. A group's pages are gathered into one padded block, and torch's fused attention is called
+once per group and layer. Indices, masks and rotation depend on the rows alone and are prepared once per forward. The
+query heads that share a key head are folded into the query's rows, which keeps the fused kernel on its fast path.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from faser.models.transformer import Transformer
 from faser.runtime.cpu.rows import Rows
 from faser.runtime.kv_cache import KVCache
 
-SHORT_ROWS = 16  # requests with more rows than this attend on their own
-SPARE_PAGES = 64  # padding a group may always carry; beyond it, at most half of the group's pages may be padding
-GROUP_BYTES = 3 * 2**20  # keys and values a group gathers: more would fall out of the cache before they are used
+SHORT_ROWS = 16  # a request with more rows is a group of its own
+SPARE_PAGES = 64  # pages of padding that a group may always have; beyond it, at most half of its pages may be padding
+GROUP_BYTES = 3 * 2**20  # keys and values of a group: more would leave the CPU's cache before they are used
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class _Group:
     """Requests that attend in one call: G requests padded to L rows and S keys."""
 
     rows: torch.Tensor | slice  # [G * L] indices of the query rows; padding repeats a request's last row
-    real: torch.Tensor | None  # [R'] which of these are rows, where some are padding
-    real_rows: torch.Tensor | slice  # [R'] and which rows they are
+    real: torch.Tensor | None  # [R'] indices into `rows` that are not padding; None: no padding
+    real_rows: torch.Tensor | slice  # [R'] the query rows at these indices
     pages: torch.Tensor  # [G * S / page_size]
-    void: torch.Tensor  # [V] of the G * S gathered entries, those that are no context: padding, or not yet written
+    void: torch.Tensor  # [V] indices into the G * S gathered entries that are padding or not yet written
     num_requests: int
     mask: torch.Tensor  # [G, 1, L, S], or [G, 1, heads per key head * L, S] where folded
     folded: bool
@@ -48,10 +48,8 @@ class CpuAttention:
         self._scale = config.head_dim**-0.5
         self._cache = cache
         positions = torch.from_numpy(rows.positions)
-        self._cos, self._sin = (
-            model.cos[positions].unsqueeze(1),
-            model.sin[positions].unsqueeze(1),
-        )  # [R, 1, head_dim // 2]
+        # [R, 1, head_dim // 2]
+        self._cos, self._sin = model.cos[positions].unsqueeze(1), model.sin[positions].unsqueeze(1)
         size = cache.page_size
         pages = table[rows.owners, rows.positions // size]
         self._written = torch.from_numpy(pages * size + rows.positions % size)  # [R]
@@ -77,8 +75,8 @@ class CpuAttention:
         """[rows, heads, head_dim] → [G * L, heads * head_dim]"""
         num_kv, head_dim = self._num_kv_heads, query.shape[2]
         fold = self._num_heads // num_kv
-        # [G, S, 2 * kv heads, head_dim]. Whatever lies in void entries may be another request's overflow, and a weight
-        # of zero times infinity is not zero.
+        # [G, S, 2 * kv heads, head_dim]. Void entries are zeroed: they may hold another request's overflow, and a
+        # weight of zero times infinity is NaN.
         kv = pages.index_select(0, group.pages).flatten(0, 1).index_fill_(0, group.void, 0)
         kv = kv.view(group.num_requests, -1, 2 * num_kv, head_dim)
         key, value = kv[:, :, :num_kv].transpose(1, 2), kv[:, :, num_kv:].transpose(1, 2)
@@ -96,7 +94,7 @@ class CpuAttention:
 
 
 def _partition(rows: Rows, page_size: int, most_pages: int) -> list[IntArray]:
-    """Requests that attend together: short ones of like context, `most_pages` in all; each long one on its own."""
+    """Groups, by index: short requests of similar context, at most `most_pages` pages; each long request alone."""
     long = rows.counts > SHORT_ROWS
     groups = [np.array([i]) for i in np.flatnonzero(long).tolist()]
     short = np.flatnonzero(~long)
@@ -138,9 +136,7 @@ def _make_group(
         rows=picked,
         real=None if real.all() else torch.from_numpy(np.flatnonzero(real)),
         real_rows=picked if real.all() else torch.from_numpy(taken[real.reshape(-1)]),
-        pages=torch.from_numpy(
-            table[rows.slots[members], :num_pages].reshape(-1)
-        ),  # a short request's last ones are masked
+        pages=torch.from_numpy(table[rows.slots[members], :num_pages].reshape(-1)),  # padding is masked
         void=torch.from_numpy(np.flatnonzero(keys >= (start + counts)[:, None])),
         num_requests=int(members.size),
         mask=mask,

@@ -11,25 +11,27 @@ from faser.errors import ConfigError
 from faser.models.config import ModelConfig
 from faser.models.transformer import Transformer
 from faser.rules.early_exit import DEPTHS
-from faser.runtime.cpu.drafter import Drafter, ModelDrafter, NgramDrafter
+from faser.runtime.cpu.drafter import ModelDrafter
 from faser.runtime.cpu.executor import TorchExecutor
 from faser.runtime.cpu.runner import ModelRunner
 from faser.runtime.cpu.verifier import Verifier
 from faser.runtime.device import Parts, Profiling, Speeds
+from faser.runtime.drafter import Drafter
 from faser.runtime.kv_cache import KVCache, fitting_pages, require_room
+from faser.runtime.ngram import NgramDrafter
 from faser.threads import ThreadTuner, available_cpus, user_chose_threads
 
 
 class CpuDevice:
-    """Lanes and graphs do not exist here: every call runs inline."""
+    """Every call runs inline: there are no lanes and no graphs."""
 
     name = "cpu"
     max_running = 64
     max_batch_tokens = 1024
     pacing = prompt_pace.CPU
-    # Cores are slow and beyond some dozen rows linear: little is measured, and what lies beyond follows from it.
     exit_depths = DEPTHS
     splits = (0,)
+    # From some dozen rows on, seconds are linear in rows: few sizes are measured, and larger ones extrapolated.
     profiling = Profiling(6.0, (), (), most_rows=64, most_context=4096, most_prompt_rows=128, has_lanes=False)
     speeds = Speeds(10e9, 40e9, layer_seconds=2e-4, host_seconds=1e-3, stop_seconds=2e-4)
 
@@ -41,7 +43,7 @@ class CpuDevice:
         """All heads can be computed."""
 
     def default_kv_memory(self) -> int:
-        """A quarter of the machine, at most 4 GiB; only pages that are used take memory."""
+        """A quarter of the machine's memory, at most 4 GiB. Only pages in use take physical memory."""
         return min(4 * 2**30, self.memory // 4)
 
     def make_executor(self, parts: Parts) -> tuple[TorchExecutor, int]:
@@ -58,7 +60,7 @@ class CpuDevice:
             vocab_size = parts.target.config.vocab_size
             drafter = ModelDrafter(runner(parts.draft), parts.sampler, parts.history, vocab_size)
         elif parts.uses_ngrams:
-            drafter = NgramDrafter(parts.history)
+            drafter = NgramDrafter(parts.history.numpy())
         verifier = Verifier(runner(parts.target), parts.sampler, parts.history)
         return TorchExecutor(verifier, drafter, parts.sampler, parts.history, _make_tuner()), num_pages
 

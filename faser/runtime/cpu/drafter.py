@@ -1,13 +1,6 @@
-"""Where drafts come from. A drafter writes its tokens into the history behind each request's context.
-
-A wrong draft costs time and never a token: the verifier emits what the target says. A draft that samples is under the
-request's grammar, as the target is; one that looks up is not, and the executor drops what does not fit.
-"""
+"""A draft model on the CPU."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,34 +9,16 @@ from faser.arrays import FloatArray, IntArray
 from faser.rules.stopping import WatchedPlan
 from faser.runtime.cpu.rows import Rows
 from faser.runtime.cpu.runner import ModelRunner
-from faser.runtime.ngram import lookup
+from faser.runtime.drafter import Drafts
 from faser.runtime.sampling import Sampler
 from faser.step import StepPlan
 
 
-@dataclass(frozen=True)
-class Drafts:
-    """What was drafted: how many tokens [B], and, where the plan has a rule that asks, their confidence [B, depth]."""
-
-    num_tokens: IntArray
-    confidence: FloatArray | None = None
-
-
-class Drafter(Protocol):
-    def draft(self, plan: StepPlan) -> Drafts:
-        """Write up to plan.lengths tokens per request to history[slot, num_tokens + frontier:]."""
-        ...
-
-    def take_seconds(self) -> float:
-        """Time spent in the draft's forwards since the last call."""
-        ...
-
-
 class ModelDrafter:
-    """A small model that samples with the target's noise, so that it agrees as often as it can.
+    """Samples with the target's noise, so that it agrees as often as it can.
 
-    Drafting is ragged: a request leaves the batch at its own length. The first forward also computes the context the
-    draft lags behind by, for requests that will not draft yet as well.
+    Drafting is ragged: a request leaves the batch at its own length. The first forward also computes the context rows
+    that the draft lags behind, also of requests that catch up and do not draft yet.
     """
 
     def __init__(self, runner: ModelRunner, sampler: Sampler, history: torch.Tensor, target_vocab_size: int) -> None:
@@ -51,7 +26,7 @@ class ModelDrafter:
         self._sampler = sampler
         self._history: IntArray = history.numpy()
         self._vocab_size = target_vocab_size
-        self._confidence: FloatArray | None = None  # of the drafts at hand, [B, depth]
+        self._confidence: FloatArray | None = None  # [B, depth] of the drafts of the current step
 
     def draft(self, plan: StepPlan) -> Drafts:
         self._runner.apply(plan.draft_pages)
@@ -84,12 +59,12 @@ class ModelDrafter:
     def _extend(
         self, rows: Rows, wanted: IntArray, slots: IntArray, positions: IntArray, requests: IntArray, done: int
     ) -> list[int]:
-        """Compute rows; draft token number `done` of requests, by index in the plan, from the wanted ones.
+        """Compute rows; draft token number `done` of `requests` (by index in the plan) from the `wanted` rows.
 
-        Returns those that have none to draft: a short vocabulary may hold no token that a request's grammar allows; the
-        target will say what comes there.
+        Returns the indices of requests without a token to draft: a short vocabulary may hold no token that a request's
+        grammar allows.
         """
-        # A target's vocabulary may be padded beyond the draft's; such a token has no text, so any stand-in will do.
+        # A target's vocabulary may be padded beyond the draft's; padding has no text, so any stand-in will do.
         token_ids = np.minimum(self._history[rows.owners, rows.positions], self._runner.model.config.vocab_size - 1)
         logits = self._runner.forward(rows, torch.from_numpy(token_ids), wanted)
         if wanted.size == 0:
@@ -102,7 +77,7 @@ class ModelDrafter:
         return list(self._sampler.failed_rows)
 
     def _spread(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits by token id: noise, bias and penalties are. A short vocabulary proposes nothing outside itself."""
+        """Logits by the target's token ids, as noise, bias and penalties are. Tokens that the draft lacks get -inf."""
         if self._runner.model.vocabulary is None:
             return logits[:, : self._vocab_size]
         whole = logits.new_full((logits.shape[0], self._vocab_size), -torch.inf)
@@ -110,22 +85,3 @@ class ModelDrafter:
 
     def take_seconds(self) -> float:
         return self._runner.take_seconds()
-
-
-class NgramDrafter:
-    """Prompt lookup: what followed the last time these tokens were seen. Needs no model, and may find nothing."""
-
-    def __init__(self, history: torch.Tensor) -> None:
-        self._history: IntArray = history.numpy()
-
-    def draft(self, plan: StepPlan) -> Drafts:
-        num_drafted = np.zeros_like(plan.lengths)
-        for i in np.flatnonzero(plan.lengths).tolist():
-            slot, num_tokens = int(plan.slots[i]), int(plan.num_tokens[i])
-            found = lookup(self._history[slot, :num_tokens], int(plan.lengths[i]))
-            self._history[slot, num_tokens : num_tokens + found.size] = found
-            num_drafted[i] = found.size
-        return Drafts(num_drafted)
-
-    def take_seconds(self) -> float:
-        return 0.0

@@ -1,16 +1,16 @@
-"""The real side of the seam: a plan becomes forwards of the two models.
+"""The executor on the CPU: a plan becomes forwards of the two models.
 
-Keeps each running request's tokens (the history) by slot, told by admissions and extended by its own results; drafts
-are written behind the context and overwritten by what the target says. Drafts that break a request's grammar can never
-be accepted, and are dropped before the verification.
+Keeps each running request's tokens (the history) by slot: admissions set it, results extend it. Drafts are written
+behind the context and overwritten by the target's tokens. Drafts that break a request's grammar can never be accepted,
+and are dropped before the verification.
 """
 
 from __future__ import annotations
 
 import torch
 
-from faser.runtime.cpu.drafter import Drafter, Drafts
 from faser.runtime.cpu.verifier import Verifier
+from faser.runtime.drafter import Drafter, Drafts
 from faser.runtime.sampling import Sampler
 from faser.step import StepPlan, StepResult, StepSeconds
 from faser.threads import ThreadTuner
@@ -33,7 +33,7 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Lanes run inline: the draft goes first, so that it is there to be checked."""
+        """Draft, then verify. Drafts that overlap are made first too: the verification compares with them."""
         self._update_slots(plan)
         num_rows = int(plan.num_rows.sum() + plan.judged.sum())
         if self._threads is not None:

@@ -1,6 +1,6 @@
 """The flat rows of one forward.
 
-Every request brings its own number of rows, so a batch is flat, with `cu_` offsets where a request's rows begin. Knows
+Every request has its own number of rows, so a batch is flat, with `cu_` offsets where a request's rows begin. Knows
 slots and positions; knows nothing of tokens, models or devices.
 """
 

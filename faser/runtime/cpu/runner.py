@@ -1,4 +1,4 @@
-"""One model with its KV cache and page table: rows in, logits out. Target and draft each have one."""
+"""One model with its KV cache and page table: rows in, logits out. Target and draft have a runner each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from faser.step import PageWrites
 
 
 class ModelRunner:
-    """Keeps the time its forwards took until it is asked for it."""
+    """Counts the seconds of its forwards until `take_seconds`."""
 
     def __init__(self, model: Transformer, cache: KVCache, max_slots: int, max_tokens: int) -> None:
         self.model = model
@@ -28,7 +28,7 @@ class ModelRunner:
         self._table[writes.slots, writes.columns] = writes.pages
 
     def take_seconds(self) -> float:
-        """Time spent in forwards since the last call."""
+        """Seconds spent in forwards since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -37,7 +37,7 @@ class ModelRunner:
         return self.logits(self.run(rows, self.model.embed(token_ids)), wanted)
 
     def run(self, rows: Rows, hidden: torch.Tensor, first: int = 0, last: int | None = None) -> torch.Tensor:
-        """Layers first to last - 1 on hidden [R, hidden size]; all, unless said otherwise."""
+        """Run layers first … last - 1 (default: all) on hidden [R, hidden size]."""
         started = perf_counter()
         attend = CpuAttention(self.model, self._cache, self._table, rows)
         hidden = self.model.run_layers(hidden, attend, first, last)
@@ -45,7 +45,7 @@ class ModelRunner:
         return hidden
 
     def logits(self, hidden: torch.Tensor, wanted: IntArray) -> torch.Tensor:
-        """[len(wanted), vocabulary] of the wanted rows of hidden, out of whatever layer."""
+        """[len(wanted), vocabulary] of the wanted rows of hidden, the output of any layer."""
         started = perf_counter()
         logits = self.model.logits(_some(hidden, wanted))
         self._seconds += perf_counter() - started
@@ -54,7 +54,7 @@ class ModelRunner:
     def shortlist_logits(
         self, hidden: torch.Tensor, wanted: IntArray, candidates: int, token_ids: IntArray
     ) -> torch.Tensor:
-        """Likewise of the first so many tokens, and behind them of each row's own: [len(wanted), candidates + 1]."""
+        """[len(wanted), candidates + 1] logits of the first `candidates` tokens and of each row's own token."""
         started = perf_counter()
         logits = self.model.shortlist_logits(_some(hidden, wanted), candidates, torch.from_numpy(token_ids))
         self._seconds += perf_counter() - started

@@ -21,7 +21,6 @@ import torch
 from faser.arrays import NONE, IntArray
 from faser.errors import EngineError
 from faser.progress import Update
-from faser.runtime.cpu.verifier import BROKEN
 from faser.runtime.cuda.compile import compile_all
 from faser.runtime.cuda.confidence import DraftConfidence
 from faser.runtime.cuda.drafter import CudaDrafter
@@ -39,7 +38,7 @@ from faser.runtime.cuda.transfer import send
 from faser.runtime.cuda.verdict import BROKEN as BROKEN_ROW
 from faser.runtime.cuda.verdict import FIRST_TOKEN, HIT, NUM_ACCEPTED
 from faser.runtime.cuda.verifier import CudaVerifier
-from faser.runtime.sampling import Sampler
+from faser.runtime.sampling import BROKEN, Sampler
 from faser.step import Admission, StepPlan, StepResult
 
 PROMPT_ROWS = (8, 16, 32, 1 << 30)  # sizes of prompts that take kernels of their own
@@ -97,7 +96,7 @@ class CudaExecutor:
     def submit(self, plan: StepPlan) -> None:
         """Enqueue a step. The device runs steps in the order they are submitted in."""
         with torch.inference_mode(), explained_shortage(EngineError):
-            self._go_on()
+            self._finish_launch()
             self._resampler.release(plan.released)
             self._admit(plan.admitted)
             self.target.apply(plan.target_pages)
@@ -153,13 +152,13 @@ class CudaExecutor:
             pass
         step.num_drafted = draft.num_tokens
 
-    def go_on(self) -> None:
+    def finish_launch(self) -> None:
         """Launch the rest of a step that waits for the host."""
         if self._steps and not self._steps[-1].is_launched:
             with torch.inference_mode(), explained_shortage(EngineError):
-                self._go_on()
+                self._finish_launch()
 
-    def _go_on(self) -> None:
+    def _finish_launch(self) -> None:
         if self._steps:
             for _ in self._steps[-1].launches:
                 pass
@@ -167,7 +166,7 @@ class CudaExecutor:
     def collect(self) -> StepResult:
         """The result of the oldest step that was submitted; waits for it."""
         if len(self._steps) == 1:
-            self.go_on()
+            self.finish_launch()
         step = self._steps.popleft()
         try:
             step.events.wait()
@@ -191,7 +190,7 @@ class CudaExecutor:
         if not self._steps or self.overlap is None:
             return
         if self.overlap.settle(self._steps[0], step, verdict, len(self._history)):
-            self.go_on()
+            self.finish_launch()
 
     def _result(self, step: LaunchedStep, packed: IntArray, verdict: StepResult) -> StepResult:
         plan, samples = step.plan, step.plan.samples

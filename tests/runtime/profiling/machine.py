@@ -118,7 +118,7 @@ class SimulatedAhead(Simulated):
     def collect(self) -> StepResult:
         return self.results.popleft()
 
-    def go_on(self) -> None: ...
+    def finish_launch(self) -> None: ...
 
     def may_run_ahead(self, plan: StepPlan) -> bool:
         return True

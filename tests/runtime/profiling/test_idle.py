@@ -48,7 +48,7 @@ def test_a_made_up_step_that_fails_leaves_nothing_behind(pair, cache):
     discarded = []
 
     class Asynchronous(Simulated):
-        submit = collect = go_on = may_run_ahead = None
+        submit = collect = finish_launch = may_run_ahead = None
 
         def discard(self) -> None:
             discarded.append(True)

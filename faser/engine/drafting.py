@@ -1,0 +1,281 @@
+"""What decoding requests draft in a step: the policy's lengths, cut to rows, pages and what the draft has to catch up.
+
+Knows the policy, the draft's position in each context and both page pools. Knows nothing of the queue or of plans in
+flight. `overlap`, where it is set, plans steps in which drafting goes on beside the verification (overlap.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from faser.arrays import BoolArray, IntArray
+from faser.cost.profiled_cost import ProfiledCost
+from faser.engine.pages import PagePool
+from faser.engine.prefixes import Prefixes
+from faser.engine.prompt_pace import KEPT_UP, Room, StepPace, catch_up_work, share
+from faser.engine.slots import SlotTable
+from faser.errors import EngineError
+from faser.limits import Limits
+from faser.policy import BatchView, Policy
+from faser.policy.base import Outcome
+from faser.rules.overlap import OverlapPlan
+from faser.rules.stopping import Stopping
+from faser.step import Settling, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from faser.engine.overlap import OverlapState
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """What requests draft in a step. Arrays are [B]."""
+
+    lengths: IntArray
+    rows: IntArray  # context rows that the draft computes before it drafts
+    catch_up_seconds: float = 0.0  # expected of the long catch-ups among these rows
+    stopping: Stopping | None = None
+    overlap: OverlapPlan | None = None
+
+    @classmethod
+    def none(cls, num_requests: int) -> Drafting:
+        zeros = np.zeros(num_requests, dtype=np.int64)
+        return cls(zeros, zeros)
+
+    @property
+    def num_judged(self) -> int:
+        """Draft rows that the target computes in this step."""
+        return int((self.lengths if self.overlap is None else self.overlap.judged_of(self.lengths)).sum())
+
+    def spread(self, where: BoolArray) -> Drafting:
+        """The same for a larger batch, in which `where` marks these requests; the others draft nothing."""
+        if where.all():
+            return self
+        lengths, rows = np.zeros((2, where.size), dtype=np.int64)
+        lengths[where], rows[where] = self.lengths, self.rows
+        return replace(
+            self,
+            lengths=lengths,
+            rows=rows,
+            stopping=None if self.stopping is None else self.stopping.spread(where),
+            overlap=None if self.overlap is None else self.overlap.spread(where),
+        )
+
+
+class DraftPlanner:
+    """Asks the policy and fits its lengths. `draft_pages` is None where drafts need no KV (n-gram)."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        policy: Policy,
+        slots: SlotTable,
+        target_pages: PagePool,
+        draft_pages: PagePool | None,
+        prefixes: Prefixes,
+    ) -> None:
+        self.policy = policy
+        self.cost: ProfiledCost | None = None
+        self.pace: StepPace | None = None
+        self.overlap: OverlapState | None = None
+        self._limits = limits
+        self._slots = slots
+        self._target_pages = target_pages
+        self._draft_pages = draft_pages
+        self._prefixes = prefixes
+
+    def plan(self, slots: IntArray, num_prefill_rows: int, unsettled: BoolArray) -> Drafting:
+        """What these decoding requests draft beside `num_prefill_rows` prompt rows.
+
+        `unsettled` [B]: requests whose last tokens a step in flight may still take back.
+        """
+        if self.overlap is not None:
+            return self.overlap.plan(slots, num_prefill_rows, unsettled)
+        begin = self._slots.num_tokens[slots]
+        lengths = self.ask_policy(self.view(slots, begin, num_prefill_rows))
+        if not lengths.any():
+            return Drafting.none(slots.size)
+        lengths = self.fit_rows(lengths, slots.size, num_prefill_rows)
+        lengths = self.fit_target_pages(slots, begin, lengths, lengths)
+        drafting = self.fit_draft(slots, begin, lengths, num_prefill_rows > 0, unsettled)
+        return self.with_stopping(drafting)
+
+    def teach_policy(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        policy, overlap, samples = self.policy, self.overlap, plan.samples
+        if not samples.any() or not (policy.learns or overlap is not None):
+            return
+        judged, accepted = plan.verdicts(result)
+        outcome = Outcome(
+            slots=plan.slots[samples],
+            lengths=judged[samples],
+            accepted=accepted[samples],
+            lag=plan.draft_rows[samples],
+            num_prefill_rows=int(plan.num_rows.sum()) - int(samples.sum()),
+            seconds=seconds,
+            confidence=None if result.confidence is None else result.confidence[samples],
+        )
+        policy.learn(outcome)
+        if overlap is not None:
+            overlap.learn(outcome)
+
+    # ── the parts of a plan; `begin` [B] is the position of the first new draft ──────────────────────────────────────
+
+    def view(self, slots: IntArray, begin: IntArray, num_prefill_rows: int) -> BatchView:
+        state, num_tokens = self._slots, self._slots.num_tokens[slots]
+        limit: IntArray = np.minimum(np.maximum(state.end[slots] - begin - 1, 0), state.max_draft[slots])
+        if self._limits.draft_max_len is not None:
+            limit = np.clip(self._limits.draft_max_len + 1 - begin, 0, limit)
+        return BatchView(
+            slots=slots,
+            num_tokens=num_tokens,
+            lag=begin - state.draft_computed[slots] if self._draft_pages is not None else np.zeros_like(slots),
+            limit=limit,
+            accepted=state.counts.accepted[slots],
+            tried=state.counts.tried[slots],
+            num_output=num_tokens - state.num_prompt[slots],
+            remaining=state.end[slots] - num_tokens,
+            num_prefill_rows=num_prefill_rows,
+            cost=self.cost,
+        )
+
+    def ask_policy(self, view: BatchView) -> IntArray:
+        lengths = np.asarray(self.policy.lengths(view))
+        if lengths.dtype.kind not in "iu" or lengths.shape != view.slots.shape or (lengths < 0).any():
+            raise EngineError(
+                f"policy {self.policy.name!r} gave {lengths!r}; expected {view.num_requests} integers of at least 0"
+            )
+        capped: IntArray = np.minimum(lengths, view.limit)
+        return capped
+
+    def fit_rows(self, lengths: IntArray, num_others: int, num_prefill_rows: int) -> IntArray:
+        """Cap lengths to the rows of a step, of which `num_others` belong to no draft.
+
+        Prompts keep a quarter of the rows, so that drafts never starve arrivals.
+        """
+        budget = self._limits.max_batch_tokens
+        room = max(0, budget - num_others - min(num_prefill_rows, max(1, budget // 4)))
+        cap = int(lengths.max())
+        while lengths.sum() > room:
+            cap -= 1
+            lengths = np.minimum(lengths, cap)
+        return lengths
+
+    def fit_target_pages(self, slots: IntArray, begin: IntArray, num_judged: IntArray, lengths: IntArray) -> IntArray:
+        """Reserve target pages for the `num_judged` [B] new drafts that this step verifies.
+
+        Where pages are short no request drafts, which is better than to preempt.
+        """
+        return lengths if self._target_pages.reserve(slots, begin + num_judged) else np.zeros_like(lengths)
+
+    def fit_draft(
+        self, slots: IntArray, begin: IntArray, lengths: IntArray, beside_prompts: bool, unsettled: BoolArray
+    ) -> Drafting:
+        """Reserve draft pages and share out the rows to catch up with.
+
+        A request that cannot have its pages, or cannot catch up yet, drafts nothing.
+        """
+        if self._draft_pages is None:
+            return Drafting(lengths, np.zeros_like(lengths))
+        computed = self._slots.draft_computed
+        wanting = slots[lengths > 0]
+        for slot in wanting[computed[wanting] == 0].tolist():
+            self._prefixes.match_draft(slot)
+        lag = begin - computed[slots]
+        wanted = np.where(lengths > 0, lag, 0)
+        rows = self._share_catch_up(wanted, computed[slots], beside_prompts)
+        is_late = rows is not wanted
+        lengths = np.where(rows == lag, lengths, 0)
+        # An unsettled request computes all its rows or none: which rows those are is known only later.
+        rows = np.where(unsettled & (rows < lag), 0, rows)
+        needed = np.where(rows > 0, computed[slots] + rows + np.maximum(lengths - 1, 0), 0)
+        if not self._draft_pages.reserve(slots, needed):
+            self._reclaim(slots[rows == 0])
+            granted = self._grant(slots, rows, needed)
+            lengths, rows = np.where(granted, lengths, 0), np.where(granted, rows, 0)
+        seconds = 0.0
+        if is_late and self.pace is not None:
+            seconds = self.pace.catch_up.seconds(*catch_up_work(rows, computed[slots], lengths))
+        return Drafting(lengths, rows, seconds)
+
+    def with_stopping(self, drafting: Drafting) -> Drafting:
+        """With the policy's rule for ending drafts early, if it has one."""
+        return replace(drafting, stopping=self.policy.stopping()) if drafting.lengths.any() else drafting
+
+    # ── the draft's position ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def admit(self, slot: int) -> None:
+        if self.overlap is not None:
+            self.overlap.clear(slot)
+
+    def move(self, plan: StepPlan, result: StepResult) -> None:
+        """Set the draft's position after a step; the target's has been set.
+
+        The draft computed all its tokens but the last. KV of rejected tokens, and of tokens behind them, is void.
+        """
+        computed = plan.draft_start + plan.draft_rows + np.maximum(result.num_drafted - 1, 0)
+        valid = np.minimum(computed, self._slots.num_tokens[plan.slots] - 1)
+        self._slots.draft_computed[plan.slots] = np.where(plan.samples, valid, computed)
+        if self.overlap is not None:
+            self.overlap.move(plan, result)
+
+    def take_back(self, plan: StepPlan, settling: Settling) -> None:
+        """Correct the draft's position after a step that was counted on; the target's has been corrected.
+
+        It may be lower already: pages may have been taken from the draft meanwhile.
+        """
+        if self.overlap is not None:
+            self.overlap.take_back(plan, settling)
+            return
+        moved = settling.refused > 0
+        self.void(plan.slots[moved], settling.short[moved])
+
+    def void(self, slots: IntArray, short: BoolArray | int = 0, num_drafts: IntArray | int = 0) -> None:
+        """The draft's KV is valid up to the last token but one, `num_drafts` drafts included, less `short` tokens."""
+        computed = self._slots.num_tokens[slots] + num_drafts - 1 - short
+        self._slots.draft_computed[slots] = np.minimum(self._slots.draft_computed[slots], computed)
+
+    # ── pages and rows of the draft ──────────────────────────────────────────────────────────────────────────────────
+
+    def _grant(self, slots: IntArray, rows: IntArray, needed: IntArray) -> BoolArray:
+        """Reserve draft pages for the oldest requests that have rows.
+
+        The newest give theirs up, so that at least the oldest catches up.
+        """
+        assert self._draft_pages is not None
+        granted = np.zeros(slots.size, dtype=np.bool_)
+        wanting = np.flatnonzero(rows).tolist()
+        while wanting:
+            oldest = wanting.pop(0)
+            while not self._draft_pages.reserve(slots[oldest : oldest + 1], needed[oldest : oldest + 1]):
+                if not wanting:
+                    self._reclaim(slots[oldest : oldest + 1])
+                    return granted
+                newest = wanting.pop()
+                self._reclaim(slots[newest : newest + 1])
+            granted[oldest] = True
+        return granted
+
+    def _reclaim(self, slots: IntArray) -> None:
+        """Take the draft's pages from requests that do not draft now; they catch up if they ever draft again."""
+        assert self._draft_pages is not None
+        for slot in slots[self._draft_pages.count[slots] > 0].tolist():
+            self._prefixes.release_draft(slot)
+
+    def _share_catch_up(self, rows: IntArray, start: IntArray, beside_prompts: bool) -> IntArray:
+        """Cut the draft's rows to what a step has room for. Returns the same array where no request is late.
+
+        Requests that kept up come first: they wait for no long catch-up. The others share the rest as prompts do.
+        """
+        most = self._limits.max_batch_tokens
+        if rows.sum() <= most and (self.pace is None or rows.max() <= KEPT_UP):
+            return rows
+        late = rows > KEPT_UP
+        shared = np.where(late, 0, rows)
+        order = np.argsort(shared, kind="stable")
+        shared[order] = np.clip(most - (np.cumsum(shared[order]) - shared[order]), 0, shared[order])
+        room = most - int(shared.sum())
+        given = Room(room) if self.pace is None else self.pace.catch_up_room(room, beside_prompts)
+        shared[late] = share(given, rows[late].tolist(), start[late].tolist())
+        return shared

@@ -1,0 +1,174 @@
+"""The state of running requests, in arrays indexed by slot.
+
+Arrays, because a step over 256 requests must be planned and committed in under a millisecond. For a running request,
+with n = num_tokens:
+
+    0 ────────── num_computed ── n ───── n + length        target: rows num_computed … n - 1, then the drafted tokens
+    0 ─── draft_computed ─────── n ───── n + length        draft: rows draft_computed … n - 1 (the lag), then drafting
+
+num_computed is at most n - 1: the last token's row is computed in the step that samples its successor.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from faser.arrays import BoolArray, IntArray
+from faser.engine.open_request import OpenRequest
+from faser.limits import HARD_MAX_LENGTH
+from faser.request import Stats
+from faser.step import Admission, StepPlan, StepResult
+
+
+class SlotTable:
+    """Which request has which slot, and its position: tokens, and rows computed by both models."""
+
+    def __init__(self, max_running: int, max_model_len: int) -> None:
+        def per_slot() -> IntArray:
+            return np.zeros(max_running, dtype=np.int64)
+
+        self.running: IntArray = np.zeros(0, dtype=np.int64)  # slots in use, oldest request first
+        self.tokens: IntArray = np.zeros((max_running, max_model_len), dtype=np.int64)
+        self.num_tokens = per_slot()
+        self.num_known = per_slot()  # tokens in `tokens`; fewer than num_tokens while a step is in flight
+        self.num_prompt = per_slot()
+        self.end = per_slot()  # num_tokens at which the request has all its tokens
+        self.num_computed = per_slot()
+        self.draft_computed = per_slot()
+        self.max_draft = per_slot()
+        self.counts = SpeculationCounts(max_running)
+        self._requests: list[OpenRequest | None] = [None] * max_running
+        self._numbers = per_slot()  # OpenRequest.number
+        self._free = list(range(max_running))[::-1]
+        self._admitted: list[Admission] = []
+        self._released: set[int] = set()
+
+    @property
+    def max_running(self) -> int:
+        return len(self._requests)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def next_free(self) -> int:
+        """The slot that the next `occupy` takes."""
+        return self._free[-1]
+
+    def mask(self, slots: IntArray | list[int]) -> BoolArray:
+        """By slot, whether it is one of `slots`."""
+        found = np.zeros(self.max_running, dtype=np.bool_)
+        found[slots] = True
+        return found
+
+    def find(self, slot: int) -> OpenRequest | None:
+        return self._requests[slot]
+
+    def __getitem__(self, slot: int) -> OpenRequest:
+        request = self._requests[slot]
+        assert request is not None
+        return request
+
+    def occupy(self, new: OpenRequest, num_computed: int) -> None:
+        """Give the next free slot to a request whose first `num_computed` tokens came from the prefix cache."""
+        slot, request, num_tokens = self._free.pop(), new.request, new.token_ids.size
+        num_prompt, params = len(request.prompt_token_ids), request.params
+        new.slot = slot
+        self._requests[slot] = new
+        self.tokens[slot, :num_tokens] = new.token_ids
+        self.num_tokens[slot] = self.num_known[slot] = num_tokens
+        self.num_prompt[slot] = num_prompt
+        self.end[slot] = num_prompt + params.max_tokens
+        self.num_computed[slot] = num_computed
+        self.draft_computed[slot] = 0
+        self.max_draft[slot] = HARD_MAX_LENGTH if params.max_draft is None else min(params.max_draft, HARD_MAX_LENGTH)
+        self.counts.restore(slot, new.stats, new.tried)
+        self._numbers[slot] = new.number
+        place = int(np.searchsorted(self._numbers[self.running], new.number))
+        self.running = np.insert(self.running, place, slot)
+        self._released.discard(slot)
+        self._admitted.append(Admission(slot, new.token_ids, num_prompt, params, request.seed, request.stop_ids))
+
+    def vacate(self, slot: int) -> None:
+        """Take a request out of its slot. `free` must follow, once no plan in flight has the slot."""
+        self[slot].slot = -1
+        self._requests[slot] = None
+        self.running = self.running[self.running != slot]
+        self._admitted = [admission for admission in self._admitted if admission.slot != slot]
+        self._released.add(slot)
+
+    def free(self, slot: int) -> None:
+        self._free.append(slot)
+
+    def release(self, slots: range) -> None:
+        """Tell the executor that these slots are empty, with the next plan."""
+        self._released.update(slots)
+
+    def take_changes(self) -> tuple[tuple[Admission, ...], tuple[int, ...]]:
+        """Admissions and released slots since the last call."""
+        changes = tuple(self._admitted), tuple(self._released)
+        self._admitted, self._released = [], set()
+        return changes
+
+    def is_consistent(self, held: set[int]) -> bool:
+        """Whether every slot is either running, free or held (by a plan in flight)."""
+        return sorted([*self._free, *held, *self.running.tolist()]) == list(range(self.max_running))
+
+    def append(self, plan: StepPlan, emitted: IntArray, token_ids: IntArray) -> None:
+        """Store the tokens that a step emitted: `emitted` [B] for each of its requests."""
+        cu_emitted = np.cumsum(emitted) - emitted
+        columns = np.arange(token_ids.size) + np.repeat(plan.num_tokens - cu_emitted, emitted)
+        self.tokens[np.repeat(plan.slots, emitted), columns] = token_ids
+        self.num_known[plan.slots] = plan.num_tokens + emitted
+
+    def move(self, plan: StepPlan, emitted: IntArray) -> None:
+        """Set the target's position after a step."""
+        num_tokens = plan.num_tokens + emitted
+        self.num_tokens[plan.slots] = num_tokens
+        self.num_computed[plan.slots] = np.where(plan.samples, num_tokens - 1, plan.start + plan.num_rows)
+
+    def stats(self, request: OpenRequest) -> Stats:
+        return self.counts.stats(request.slot, request.stats.cached) if request.runs else request.stats
+
+
+class SpeculationCounts:
+    """What speculation did for each running request, over all its steps."""
+
+    def __init__(self, max_running: int) -> None:
+        self.drafted, self.verified, self.accepted, self.steps, self.tried = np.zeros((5, max_running), dtype=np.int64)
+        self._lengths: IntArray = np.zeros((max_running, HARD_MAX_LENGTH + 1), dtype=np.int64)  # steps, by draft length
+
+    def restore(self, slot: int, stats: Stats, tried: int) -> None:
+        self.drafted[slot], self.verified[slot] = stats.drafted, stats.verified
+        self.accepted[slot], self.steps[slot] = stats.accepted, stats.steps
+        self.tried[slot] = tried
+        self._lengths[slot] = 0
+        self._lengths[slot, : len(stats.lengths)] = stats.lengths
+
+    def add(self, plan: StepPlan, result: StepResult) -> None:
+        slots, samples = plan.slots, plan.samples
+        if plan.has_drafts:
+            self.drafted[slots] += result.num_drafted
+            self.verified[slots] += result.num_verified
+            self.accepted[slots] += result.num_accepted
+            self.tried[slots] += np.minimum(result.num_accepted + 1, result.num_verified)
+        self.steps[slots] += samples
+        self._lengths[slots, np.minimum(result.num_drafted, HARD_MAX_LENGTH)] += samples
+
+    def stats(self, slot: int, cached: int) -> Stats:
+        return Stats(
+            drafted=int(self.drafted[slot]),
+            verified=int(self.verified[slot]),
+            accepted=int(self.accepted[slot]),
+            steps=int(self.steps[slot]),
+            cached=cached,
+            lengths=_without_zeros(self._lengths[slot].tolist()),
+        )
+
+
+def _without_zeros(counts: list[int]) -> tuple[int, ...]:
+    """Strip trailing zeros."""
+    while counts and not counts[-1]:
+        counts.pop()
+    return tuple(counts)

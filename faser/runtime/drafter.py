@@ -1,0 +1,38 @@
+"""The seam between an executor and what drafts for it.
+
+A drafter writes its tokens into the history, behind each request's context. A wrong draft costs time and never a token:
+the verifier emits what the target says. Drafts that are sampled keep to the request's grammar, as the target does;
+drafts that are looked up need not, and the executor drops those that break it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from faser.arrays import FloatArray, IntArray
+from faser.step import StepPlan
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """The drafts of one step. B requests."""
+
+    num_tokens: IntArray  # [B]
+    confidence: FloatArray | None = None  # [B, depth] probability of each drafted token, if the plan has a rule for it
+
+
+class Drafter(Protocol):
+    """Makes the drafts of a step, token by token or all at once.
+
+    Room for draft heads: a drafter that reads the target's hidden states gets one more method, which the executor calls
+    after each verification with the rows that the target computed.
+    """
+
+    def draft(self, plan: StepPlan) -> Drafts:
+        """Write up to plan.lengths tokens per request to history[slot, num_tokens + frontier:]."""
+        ...
+
+    def take_seconds(self) -> float:
+        """Seconds spent in the draft's forwards since the last call."""
+        ...
