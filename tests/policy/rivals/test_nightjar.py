@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from faser.policy.rivals.nightjar import LONGEST, MAX_BLOCK, FIRST_PLAYS, Nightjar
+from faser.policy.rivals.nightjar import FIRST_PLAYS, LONGEST, MAX_BLOCK, Nightjar
 from tests.policy.profiles import MS, make_outcome, make_view
 
 Losses = dict[int, float]  # ms per token of a request, by length
