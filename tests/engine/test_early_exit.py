@@ -170,7 +170,7 @@ def test_what_trials_taught_is_kept_for_the_same_weights(tmp_path, monkeypatch):
     monkeypatch.setenv("FASER_CACHE", str(tmp_path))
     target = three_layers("llama3")
     engine = make_engine(target, make_draft(target), Fixed(4), early_exit="on")
-    engine.exits._trials = 1
+    engine.exits._trial_interval = 1
     for _ in range(4):
         serve(engine, make_requests(target.config))
     assert engine.exits.rules

@@ -20,7 +20,7 @@ from faser.step import StepPlan, StepResult
 from tests.traffic.simulated import Time
 
 MS, NS = 1e-3, 1e-9
-LOOK = 0.03 * MS  # at a draft, between two of its tokens
+CHECK = 0.03 * MS  # of a draft's confidence, between two of its tokens
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 MIXED = (32, 64, 96, 128, 256, 384, 512, 768, 1024)
 GPU = Profiling(12.0, SIZES, MIXED, most_rows=1024, most_context=2**18, most_prompt_rows=4096)
@@ -66,7 +66,7 @@ class Simulated:
         parts = self.cost.parts(plan)
         if plan.stopping is not None:
             assert plan.stopping.watch(np.arange(plan.slots.size)).goes_on([1e-9] * plan.slots.size)
-            parts = replace(parts, draft=parts.draft + (int(plan.lengths.max()) - 1) * LOOK)
+            parts = replace(parts, draft=parts.draft + (int(plan.lengths.max()) - 1) * CHECK)
         seconds = replace(parts, draft=self.slowness * parts.draft, verify=self.slowness * parts.verify)
         self.time.pass_by(seconds.total + self.cost.host)
         self.plans.append(plan)

@@ -15,11 +15,11 @@ from faser.runtime.profiling.batches import NUM_HELD_OUT, Subject
 from faser.runtime.profiling.profiler import measure_quick
 from faser.step import StepSeconds
 from tests.runtime.profiling.machine import (
+    CHECK,
     CPU,
     GPU,
     LEFT,
     LIMITS,
-    LOOK,
     MIXED,
     MS,
     SIZES,
@@ -53,7 +53,7 @@ def test_profiling_a_machine_with_graphs_gives_the_machine(kind):
     assert found.prompts.stepped_to == found.catch_up.stepped_to == MIXED[-1]
     assert_same(found.prompts, right.prompts, range(33, 2049))
     assert_same(found.catch_up, right.catch_up, range(33, 2049))
-    assert found.stop_seconds == pytest.approx(LOOK, rel=0.01)
+    assert found.stop_seconds == pytest.approx(CHECK, rel=0.01)
     assert found.about == {"hardware": "simulated"}
     assert set(found.errors) == {"verify", "draft", "verify_worst", "draft_worst"}
     assert max(found.errors.values()) < 1e-3
