@@ -73,7 +73,7 @@ def test_a_policy_needs_a_name_and_lengths_and_has_defaults_for_the_rest():
 
 
 def test_no_outcome_is_made_for_a_policy_that_does_not_learn(monkeypatch):
-    monkeypatch.setattr("faser.engine.engine.Outcome", lambda **_: pytest.fail("made for nobody"))
+    monkeypatch.setattr("faser.engine.drafting.Outcome", lambda **_: pytest.fail("made for nobody"))
     assert serve(OnlyLengths(), 1.0, ahead=False).tokens == serve(Fixed(0), 1.0, ahead=False).tokens
 
 

@@ -27,7 +27,7 @@ class TorchExecutor:
     ) -> None:
         self._verifier = verifier
         self._threads = threads
-        self._drafter = drafter
+        self.drafter = drafter
         self._sampler = sampler
         self._history = history.numpy()
 
@@ -38,7 +38,7 @@ class TorchExecutor:
         num_rows = int(plan.num_rows.sum() + plan.judged.sum())
         if self._threads is not None:
             self._threads.begin(num_rows)
-        drafts = self._drafter.draft(plan) if self._drafter is not None else Drafts(plan.lengths)
+        drafts = self.drafter.draft(plan) if self.drafter is not None else Drafts(plan.lengths)
         num_verified = self._sampler.num_valid(plan.slots, plan.num_tokens, plan.judged_of(drafts.num_tokens))
         verdict = self._verifier.verify(plan, num_verified, drafts.confidence, drafts.num_tokens)
         verify_seconds = self._verifier.take_seconds()
@@ -52,7 +52,7 @@ class TorchExecutor:
             logprobs=verdict.logprobs,
             failures=verdict.failures,
             seconds=StepSeconds(
-                draft=self._drafter.take_seconds() if self._drafter is not None else 0.0,
+                draft=self.drafter.take_seconds() if self.drafter is not None else 0.0,
                 verify=verify_seconds,
             ),
             confidence=drafts.confidence if plan.stopping is not None else None,
