@@ -42,7 +42,7 @@ def gguf_package() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise MissingPackage(f"a GGUF file cannot be read: {install_hint('engine', ['gguf'])}") from error
+        raise MissingPackage(install_hint("engine", ["gguf"])) from error
     return gguf
 
 
