@@ -218,27 +218,10 @@ def rotate_and_write(
     assert table.stride(1) == 1
     block_heads = min(triton.next_power_of_2(all_heads), max(1, 1024 // head_dim))
     rotate_kernel[(-(-all_heads // block_heads), rows)](
-        qkv,
-        positions,
-        slots,
-        num_rows,
-        table,
-        cos,
-        sin,
-        pages,
-        qk_norm,
-        table.stride(0),
-        eps,
-        num_heads=num_heads,
-        num_kv_heads=kv_entry // 2,
-        head_dim=head_dim,
-        page_size=page_size,
-        block_heads=block_heads,
-        normalise=qk_norm is not None,
-        overlap=overlap,
-        num_warps=2,
-        launch_pdl=overlap,
-    )
+        qkv, positions, slots, num_rows, table, cos, sin, pages, qk_norm, table.stride(0), eps,
+        num_heads=num_heads, num_kv_heads=kv_entry // 2, head_dim=head_dim, page_size=page_size,
+        block_heads=block_heads, normalise=qk_norm is not None, overlap=overlap, num_warps=2, launch_pdl=overlap,
+    )  # fmt: skip
 
 
 # ---- attention ----
@@ -272,36 +255,12 @@ def attend(
     assert table.stride(1) == 1
     assert config.num_splits == 1 or workspace.partial.shape[2] == config.num_splits
     attend_kernel[(num_kv_heads, tiles.request.shape[0], config.num_splits)](
-        qkv,
-        pages,
-        table,
-        out,
-        workspace.partial,
-        workspace.log_sums,
-        workspace.arrived,
-        tiles.first_row,
-        tiles.num_rows,
-        tiles.start,
-        tiles.slot,
-        tiles.request,
-        tiles.offset,
-        tiles.num_tiles,
-        table.stride(0),
-        (head_dim**-0.5 if scale is None else scale) * LOG2_E,
-        config.rows_per_tile,
-        config.num_splits,
-        config.num_sms,
-        config.min_split // config.block_n,
-        max(MAX_SPLIT, config.min_split) // config.block_n,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        page_size=page_size,
-        block_m=config.block_m,
-        block_n=config.block_n,
-        is_split=config.num_splits > 1,
-        overlap=overlap,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        launch_pdl=overlap,
-    )
+        qkv, pages, table, out, workspace.partial, workspace.log_sums, workspace.arrived,
+        tiles.first_row, tiles.num_rows, tiles.start, tiles.slot, tiles.request, tiles.offset, tiles.num_tiles,
+        table.stride(0), (head_dim**-0.5 if scale is None else scale) * LOG2_E,
+        config.rows_per_tile, config.num_splits, config.num_sms,
+        config.min_split // config.block_n, max(MAX_SPLIT, config.min_split) // config.block_n,
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size,
+        block_m=config.block_m, block_n=config.block_n, is_split=config.num_splits > 1, overlap=overlap,
+        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=overlap,
+    )  # fmt: skip

@@ -12,25 +12,10 @@ FAR = tl.constexpr(-1e30)  # the score of a key a row may not see; finite, so th
 
 @triton.jit(do_not_specialize=["num_rows"])
 def rotate_kernel(
-    qkv,
-    positions,
-    slots,
-    num_rows,
-    table,
-    cos,
-    sin,
-    pages,
-    qk_norm,
-    table_stride,
-    eps,
-    num_heads: tl.constexpr,
-    num_kv_heads: tl.constexpr,
-    head_dim: tl.constexpr,
-    page_size: tl.constexpr,
-    block_heads: tl.constexpr,
-    normalise: tl.constexpr,
-    overlap: tl.constexpr,
-):
+    qkv, positions, slots, num_rows, table, cos, sin, pages, qk_norm, table_stride, eps,
+    num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, page_size: tl.constexpr,
+    block_heads: tl.constexpr, normalise: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
     """One program for block_heads heads of a row. Halves of heads are [block_heads, head_dim // 2]."""
     if overlap:
         gdc_launch_dependents()
@@ -81,36 +66,12 @@ def rotate_kernel(
 # Arguments that differ from graph to graph are not compiled in, nor is the alignment of num_tiles.
 @triton.jit(do_not_specialize=["num_tiles", "rows_per_tile", "num_splits", "num_sms", "min_share", "max_share"])
 def attend_kernel(
-    qkv,
-    pages,
-    table,
-    out,
-    partial,
-    log_sums,
-    arrived,
-    first_row,
-    num_rows,
-    start,
-    slot,
-    tile_request,
-    tile_offset,
-    num_tiles,
-    table_stride,
-    scale,
-    rows_per_tile,
-    num_splits,
-    num_sms,
-    min_share,
-    max_share,
-    num_heads: tl.constexpr,
-    num_kv_heads: tl.constexpr,
-    head_dim: tl.constexpr,
-    page_size: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-    is_split: tl.constexpr,
-    overlap: tl.constexpr,
-):
+    qkv, pages, table, out, partial, log_sums, arrived,
+    first_row, num_rows, start, slot, tile_request, tile_offset, num_tiles,
+    table_stride, scale, rows_per_tile, num_splits, num_sms, min_share, max_share,
+    num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, page_size: tl.constexpr,
+    block_m: tl.constexpr, block_n: tl.constexpr, is_split: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
     """One program for a split of a tile at one key head. Queries are [block_m, head_dim], keys [block_n, head_dim].
 
     A share is a split's blocks of keys. Unless is_split there is one split, and no code for more.

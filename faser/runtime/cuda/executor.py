@@ -300,8 +300,9 @@ class CudaExecutor:
                 num_rows = np.array([min(rows, model.max_rows)])
                 shape = Shape(1, int(num_rows[0]), int(num_rows[0]), 1)
                 yield partial(model.forward, shape, num_rows, np.zeros(1, dtype=np.int64))
+        everybody = Shape(self.target.requests.slots.shape[0], 0, 0, 0)
         for overlaps in (False, True):
-            yield partial(self.verifier.judge_all, overlaps=overlaps)
+            yield partial(self.verifier.judge, everybody, overlaps=overlaps)
 
     @torch.inference_mode()
     def prepare_overlap(self, splits: Collection[int], update: Update = lambda done, total: None) -> None:

@@ -44,7 +44,7 @@ def _mix64(x):
 
 @triton.jit
 def noise_keys(mixed_seed, position):
-    """The two words of (seed, position)."""
+    """Two words, a function of (seed, position)."""
     key = _mix64(mixed_seed.to(tl.uint64, bitcast=True) + position.to(tl.uint64) * _WEYL64)
     return key.to(tl.uint32), (key >> 32).to(tl.uint32)
 
@@ -69,7 +69,7 @@ def uniform(word):
 
 @triton.jit
 def log2(x):
-    """The hardware's, to 2^-22 of the larger of 1 and the result: x is never near 1 here, nor subnormal."""
+    """The hardware's, with an error of 2^-22 * max(1, |result|). x is never near 1 here, nor subnormal."""
     if _INTERPRETED:
         y = tl.log2(x)
     else:
@@ -79,7 +79,7 @@ def log2(x):
 
 @triton.jit
 def exponential(word):
-    """E = -log(1 - u) of the word's uniform u; gumbel = -log E. Near u = 0, where winners are, by its series."""
+    """E = -log(1 - u) for the word's uniform u; gumbel = -log E. Chosen tokens have u near 0: there it is a series."""
     u = uniform(word)
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6))))))
     return tl.where(u < 0.0625, series, -LN_2 * log2(1 - u))

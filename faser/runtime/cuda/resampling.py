@@ -1,8 +1,8 @@
 """Rows that need more than a temperature: filters and log-probabilities on the device, grammars on the host.
 
-Knows who asks for what. The forward samples every row with its temperature alone. Here the logits of some rows are
-computed again, outside the graphs, and their tokens replaced before the verdict. Drafts know nothing of this, which
-costs agreement and never a token; those that break a grammar are dropped before the verification.
+Knows what each request asks for. The forward samples every row with its temperature alone. Here the logits of some
+rows are computed again, outside the graphs, and their tokens replaced before the verdict. Drafts know nothing of this,
+which costs agreement and never a token. Drafts that break a grammar are dropped before the verification.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Resampler:
                 answers.pending.append(_PendingLogprobs(rows[asking], counts[asking], packed))
 
     def _choose_filtered(self, rows: _JudgedRows, logits: torch.Tensor, where: torch.Tensor) -> None:
-        """Only the tokens change. Whether a row is broken is said by the forward, of the unfiltered logits."""
+        """Only tokens change. Whether a row is broken was decided by the forward, by the unfiltered logits."""
         logits = self._filters.apply(logits, rows.slots, rows.positions, self._slots.history)
         # [2, S]
         row = send(np.stack([rows.slots, rows.positions]).astype(np.int32), logits.device)

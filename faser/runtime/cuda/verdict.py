@@ -57,7 +57,7 @@ def judge(
 
 @triton.jit(do_not_specialize=["cu_wanted", "num_requests", "history_stride", "packed_stride", "width"])
 def _judge_kernel(
-    said_tokens, broken, cu_wanted, request_slots, start, num_rows, planned,
+    target_tokens, broken, cu_wanted, request_slots, start, num_rows, planned,
     num_requests, history, seeds, refused, short, missed, acceptance, packed,
     history_stride, packed_stride, width, padded_width: tl.constexpr, first_token: tl.constexpr, overlaps: tl.constexpr,
 ):  # fmt: skip
@@ -72,11 +72,11 @@ def _judge_kernel(
     # [padded_width]
     offset = tl.arange(0, padded_width)
     is_judged = offset < num_judged
-    is_draft = offset < num_judged - 1  # the last row judges none
+    is_draft = offset < num_judged - 1  # the last row judges no draft
     place = history + slot * history_stride + num_tokens + offset
-    said = tl.load(said_tokens + first + offset, mask=is_judged, other=-1)
+    chosen = tl.load(target_tokens + first + offset, mask=is_judged, other=-1)
     drafted = tl.load(place, mask=is_judged, other=-1).to(tl.int32)
-    agrees = said == drafted
+    agrees = chosen == drafted
     if acceptance is not None:
         key0, key1 = noise_keys(tl.load(seeds + slot), num_tokens + offset)
         coin = uniform(noise_word(tl.full([padded_width], _COIN, tl.uint32), key0, key1))
@@ -90,8 +90,8 @@ def _judge_kernel(
     num_drafted = tl.maximum(num_judged - 1, 0)
     tl.store(short + slot, ((num_drafted < num_planned) & (num_accepted == num_drafted)).to(tl.int32))
     emitted = is_judged & (offset <= num_accepted)
-    token = tl.where(offset < num_accepted, drafted, said)
-    if overlaps:  # the same, but for synthetic acceptance
+    token = tl.where(offset < num_accepted, drafted, chosen)
+    if overlaps:  # differs only under synthetic acceptance
         token = tl.where(hits, drafted, token)
     tl.store(place, token, mask=emitted)
     is_broken = tl.max(tl.load(broken + first + offset, mask=emitted, other=0), axis=0)

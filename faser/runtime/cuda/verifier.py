@@ -65,14 +65,6 @@ class CudaVerifier:
             self.packed[: shape.num_requests], overlaps=overlaps, acceptance=self.acceptance,
         )  # fmt: skip
 
-    def judge_all(self, *, overlaps: bool) -> None:
-        """The verdict at its largest, to compile the kernel."""
-        target = self.target
-        judge(
-            target.choices, target.requests, target.rows.cu_wanted, self._slots, self.packed,
-            overlaps=overlaps, acceptance=self.acceptance,
-        )  # fmt: skip
-
     def _num_judged(self, plan: StepPlan, num_drafted: IntArray) -> IntArray:
         """[B] rows whose token is judged: the last context row and the drafts of each request that samples."""
         return np.where(plan.samples, num_drafted + 1, 0)
