@@ -112,7 +112,7 @@ class StepPlan:
         drafts: BoolArray = (self.lengths if self.overlap is None else self.lengths + self.overlap.frontier) > 0
         return drafts
 
-    @property
+    @cached_property
     def has_drafts(self) -> bool:
         """Whether there is anything to verify or to draft."""
         return bool(self.with_drafts.any())

@@ -27,6 +27,7 @@ class Landed:
     settled: StepPlan  # with its true numbers
     plan: StepPlan  # of the requests that have not ended
     result: StepResult  # of these requests
+    emitted: IntArray  # [B] tokens of these requests
 
 
 @dataclass(eq=False)
@@ -61,7 +62,8 @@ class PlansInFlight:
         """Count on the best result of the one plan in flight."""
         (flying,) = self._plans
         plan = flying.settled
-        self._move(plan, plan.best_result())
+        best = plan.best_result()
+        self._move(plan, best, plan.emitted(best))
         self.unsettled[plan.slots] = plan.with_drafts
         flying.is_advanced = True
 
@@ -75,11 +77,12 @@ class PlansInFlight:
         if self._plans and settled.has_drafts:
             self._settle(self._plans[0], settled, result)
         plan, result = self._without_ended(settled, result)
+        emitted = plan.emitted(result)
         if not flying.is_advanced:
-            self._move(plan, result)
+            self._move(plan, result, emitted)
         elif plan.has_drafts:
             self._take_back(plan, Settling.of(plan, result))
-        return Landed(settled, plan, result)
+        return Landed(settled, plan, result, emitted)
 
     def clear(self) -> None:
         self._plans.clear()
@@ -102,8 +105,8 @@ class PlansInFlight:
             slots = slots[~flying.has_slot[slots]]
         return slots
 
-    def _move(self, plan: StepPlan, result: StepResult) -> None:
-        self._slots.move(plan, plan.emitted(result))
+    def _move(self, plan: StepPlan, result: StepResult, emitted: IntArray) -> None:
+        self._slots.move(plan, emitted)
         self._drafts.move(plan, result)
 
     def _take_back(self, plan: StepPlan, settling: Settling) -> None:

@@ -164,7 +164,8 @@ class Engine:
 
     def _learn(self, executed: StepPlan, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """Tell the cost model, the pace and the policy what a step took and brought; `plan` has its true numbers."""
-        if not self._learn_exits(executed, plan, result):
+        is_trial = self._learn_exits(executed, plan, result)
+        if not is_trial:  # a trial takes longer than other steps
             self.cost.learn(plan, result.seconds, seconds)
             if self.scheduler.pace is not None:
                 self.scheduler.pace.learn(plan, result.seconds, seconds)
@@ -189,7 +190,7 @@ class Engine:
         return plan if exits is None else replace(plan, exits=exits)
 
     def _learn_exits(self, executed: StepPlan, plan: StepPlan, result: StepResult) -> bool:
-        """Tell early exit of a step that had its rule. Whether it was a trial, which takes longer than other steps."""
+        """Tell early exit of a step that had its rule; whether the step was a trial of it."""
         rule = executed.exits
         if self.exits is None or rule is None:
             return False

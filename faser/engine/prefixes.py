@@ -102,7 +102,7 @@ class Prefixes:
         if self._draft_pages is not None:
             lacks |= (self._draft_published[slots] < num_prompt) & (self._slots.draft_computed[slots] > 0)
         for i in np.flatnonzero(lacks).tolist():
-            if self._slots.find(slots[i]) is not None:
+            if self._slots.requests[slots[i]] is not None:
                 self.publish(int(slots[i]), int(num_prompt[i]))
 
     def publish(self, slot: int, most: int | None = None) -> None:

@@ -43,10 +43,10 @@ class Reporter:
         if self._stop_ids.size:
             stops = np.flatnonzero(np.isin(result.token_ids, self._stop_ids))
             examined[np.searchsorted(cu_emitted, stops, side="right") - 1] = True
-        tokens, bounds = result.token_ids.tolist(), cu_emitted.tolist()
+        requests, tokens, bounds = self.slots.requests, result.token_ids.tolist(), cu_emitted.tolist()
         rows = zip(slots.tolist(), bounds, bounds[1:], examined.tolist(), strict=False)
         for i, (slot, first, last, may_end) in enumerate(rows):
-            request = self.slots.find(slot)
+            request = requests[slot]
             if request is None or first == last:
                 continue
             if may_end:

@@ -188,8 +188,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> Committed:
         """Take in what a step produced: tokens, computed rows, full pages, ends."""
         landed = self._in_flight.land(plan, result)
-        plan, result = landed.plan, landed.result
-        emitted = plan.emitted(result)
+        plan, result, emitted = landed.plan, landed.result, landed.emitted
         self._slots.append(plan, emitted, result.token_ids)
         self._slots.counts.add(plan, result)
         for index, error in result.failures.items():

@@ -37,7 +37,7 @@ class SlotTable:
         self.draft_computed = per_slot()
         self.max_draft = per_slot()
         self.counts = SpeculationCounts(max_running)
-        self._requests: list[OpenRequest | None] = [None] * max_running
+        self.requests: list[OpenRequest | None] = [None] * max_running  # by slot
         self._numbers = per_slot()  # OpenRequest.number
         self._free = list(range(max_running))[::-1]
         self._admitted: list[Admission] = []
@@ -45,7 +45,7 @@ class SlotTable:
 
     @property
     def max_running(self) -> int:
-        return len(self._requests)
+        return len(self.requests)
 
     @property
     def num_free(self) -> int:
@@ -62,11 +62,8 @@ class SlotTable:
         found[slots] = True
         return found
 
-    def find(self, slot: int) -> OpenRequest | None:
-        return self._requests[slot]
-
     def __getitem__(self, slot: int) -> OpenRequest:
-        request = self._requests[slot]
+        request = self.requests[slot]
         assert request is not None
         return request
 
@@ -75,7 +72,7 @@ class SlotTable:
         slot, request, num_tokens = self._free.pop(), new.request, new.token_ids.size
         num_prompt, params = len(request.prompt_token_ids), request.params
         new.slot = slot
-        self._requests[slot] = new
+        self.requests[slot] = new
         self.tokens[slot, :num_tokens] = new.token_ids
         self.num_tokens[slot] = self.num_known[slot] = num_tokens
         self.num_prompt[slot] = num_prompt
@@ -93,7 +90,7 @@ class SlotTable:
     def vacate(self, slot: int) -> None:
         """Take a request out of its slot. `free` must follow, once no plan in flight has the slot."""
         self[slot].slot = -1
-        self._requests[slot] = None
+        self.requests[slot] = None
         self.running = self.running[self.running != slot]
         self._admitted = [admission for admission in self._admitted if admission.slot != slot]
         self._released.add(slot)

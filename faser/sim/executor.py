@@ -93,7 +93,7 @@ class SimExecutor:
         return result
 
     def finish_launch(self) -> None:
-        """A step's looks at its drafts are part of its seconds."""
+        """Nothing is left to launch: confidence checks are part of a step's seconds."""
 
     def may_run_ahead(self, plan: StepPlan) -> bool:
         return self._runs_ahead
