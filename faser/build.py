@@ -271,7 +271,7 @@ def _usual_length(policy: Policy, draft: Draft) -> int:
 def _exit_layers(
     policy: Policy, draft: Draft, options: EngineOptions, device: Device, num_layers: int
 ) -> tuple[int, ...]:
-    """The layers at which verifications may exit, as far as that is known before there is a profile."""
+    """Those that verifications will stop at, as far as that is known before there is a profile."""
     is_priced = getattr(policy, "needs_cost", False) or options.profile is not None
     if draft is None or options.early_exit == "off" or (options.early_exit == "auto" and not is_priced):
         return ()

@@ -211,7 +211,7 @@ class SometimesOverlap(Overlap):
 
 
 class RandomStops(RandomLengths):
-    """Random lengths, and drafts that end anywhere."""
+    """Likewise, with drafts that end anywhere."""
 
     name = "random stops"
 

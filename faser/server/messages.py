@@ -130,10 +130,10 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     last_drafted: int
     speculating_changed: float | None
     exits: Exits | None = None  # None: verifications have no early exit
-    chunks: int = 0  # times that a request drafted while its frontier was verified
-    hits: int = 0  # of chunks, those whose drafts became the next frontier, or a branch did
-    adopted: int = 0  # of hits, branches
-    lanes: int = 1  # parts of the device's SMs that the last step ran on
+    chunks: int = 0  # drafts of a request made while its frontier was verified
+    hits: int = 0  # and of these, those that held, or that another had been made in place of
+    adopted: int = 0  # of the hits, these
+    lanes: int = 1  # parts of the device that the last step ran on
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):

@@ -117,11 +117,11 @@ class PrometheusText:
              "pruned, in trials", now.exits.trial_false if now.exits else 0),
             ("faser:early_exit_trial_pruned_tokens", "Tokens that the rule of early exit would have pruned in trials",
              now.exits.trial_pruned if now.exits else 0),
-            ("faser:overlap_chunks", "Times that a request drafted while its earlier drafts were verified", now.chunks),
-            ("faser:overlap_hits", "Of overlap_chunks, those whose drafts were kept: all earlier drafts accepted and "
-             "the next token right, or a branch matched", now.hits),
-            ("faser:overlap_adopted", "Of overlap_hits, branches", now.adopted),
-            ("faser:early_exit_trials", "Steps that ran all layers to check the rule of early exit",
+            ("faser:overlap_chunks", "Drafts of a request made while its drafts before were verified", now.chunks),
+            ("faser:overlap_hits", "Of these, the ones that held: all before them accepted, and the next token right; "
+             "or a branch was there instead", now.hits),
+            ("faser:overlap_adopted", "Of the hits, the branches", now.adopted),
+            ("faser:early_exit_trials", "Steps that ran to the end to see what the early exit would do",
              now.exits.trials if now.exits else 0),
             ("faser:speculation_off_seconds", "Seconds of steps in which requests decoded and none drafted",
              now.off_seconds),
