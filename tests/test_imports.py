@@ -40,30 +40,35 @@ sys.meta_path.insert(0, Wall())
 """
 
 
-def run(code: str, condition: str) -> subprocess.CompletedProcess[str]:
-    """Run Python code that cannot import packages whose `root` meets the condition."""
+def run(code: str, blocked: Iterable[str]) -> subprocess.CompletedProcess[str]:
+    """Run Python code that cannot import the blocked packages."""
+    return _run(code, f"root in {tuple(blocked)!r}")
+
+
+def run_with_only(code: str, *packages: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code that can import these packages and the standard library alone."""
+    return _run(code, f"root not in sys.stdlib_module_names and root not in {packages!r}")
+
+
+def _run(code: str, condition: str) -> subprocess.CompletedProcess[str]:
     script = WALL.format(condition=condition) + code
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
 
-def without(packages: Iterable[str]) -> str:
-    return f"root in {tuple(packages)!r}"
-
-
 @pytest.mark.parametrize("module", WITHOUT_TORCH)
 def test_the_module_imports_without_torch(module):
-    done = run(f"import {module}", without(("torch", "transformers", "safetensors", "huggingface_hub")))
+    done = run(f"import {module}", ("torch", "transformers", "safetensors", "huggingface_hub"))
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("module", WITH_NUMPY_ALONE)
 def test_the_module_needs_numpy_and_the_standard_library_alone(module):
-    done = run(f"import {module}", "root not in sys.stdlib_module_names and root not in ('faser', 'numpy')")
+    done = run_with_only(f"import {module}", "faser", "numpy")
     assert done.returncode == 0, done.stderr
 
 
 def test_the_wall_works():
-    assert run("import faser.llm", without(["torch"])).returncode != 0
+    assert run("import faser.llm", ["torch"]).returncode != 0
 
 
 @pytest.mark.parametrize(
@@ -81,7 +86,7 @@ def test_the_wall_works():
 )
 def test_help_needs_no_library_at_all(command, says):
     code = f"import faser.cli.main; faser.cli.main.main({[*command, '--help']!r})"
-    done = run(code, "root not in sys.stdlib_module_names and root != 'faser'")
+    done = run_with_only(code, "faser")
     assert done.returncode == 0, done.stderr
     assert says in done.stdout
 
@@ -104,7 +109,7 @@ def test_help_needs_no_library_at_all(command, says):
 )
 def test_a_command_names_its_missing_extra_in_one_line(command, extra):
     code = f"import sys, faser.cli.main; sys.exit(faser.cli.main.main({command!r}))"
-    done = run(code, without(PACKAGES[extra]))
+    done = run(code, PACKAGES[extra])
     missing = ", ".join(PACKAGES[extra])
     assert done.stderr == (
         f"faser {command[0]}: {missing} are missing; install them with: pip install 'faser[{extra}]'\n"
@@ -114,12 +119,12 @@ def test_a_command_names_its_missing_extra_in_one_line(command, extra):
 
 @pytest.mark.parametrize("package", PACKAGES["server"])
 def test_serve_names_any_one_missing_package(package):
-    done = run("import sys, faser.cli.main; sys.exit(faser.cli.main.main(['serve']))", without([package]))
+    done = run("import sys, faser.cli.main; sys.exit(faser.cli.main.main(['serve']))", [package])
     assert done.stderr == f"faser serve: {package} is missing; install it with: pip install 'faser[server]'\n"
 
 
 def test_importing_llm_names_the_missing_extra():
-    done = run("from faser import LLM", without(["torch"]))
+    done = run("from faser import LLM", ["torch"])
     right = "faser.errors.MissingPackage: torch is missing; install it with: pip install 'faser[engine]'"
     assert done.stderr.splitlines()[-1] == right
 

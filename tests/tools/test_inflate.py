@@ -15,6 +15,7 @@ from faser.errors import ConfigError
 from faser.models import weights
 from faser.models.config import ModelConfig, Rope
 from faser.models.transformer import Transformer
+from faser.text.tokenizer import TOKENIZER_FILE
 from tests.models.reference import forward
 from tests.tiny import CONFIGS, make_model
 from tools import inflate as tool
@@ -299,11 +300,11 @@ def test_the_command_inflates_a_folder(
     monkeypatch.setitem(SHAPES, "test", LARGE)
     small = small_model()
     write_folder(small, tmp_path / "small")
-    (tmp_path / "small" / weights.TOKENIZER_FILE).write_text("{}")
+    (tmp_path / "small" / TOKENIZER_FILE).write_text("{}")
     arguments = [str(tmp_path / "small"), "test", str(tmp_path / "large"), "--dtype", "float32", "--device", "cpu"]
     assert tool.main(arguments) == 0
     assert "layer 5 of 5" in capsys.readouterr().out
-    assert (tmp_path / "large" / weights.TOKENIZER_FILE).is_file()
+    assert (tmp_path / "large" / TOKENIZER_FILE).is_file()
     assert_same_function(small, load_source(tmp_path / "large"))
     assert tool.main(arguments) == 2
     assert "an empty folder" in capsys.readouterr().err
