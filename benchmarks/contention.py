@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
 
-# what libgomp does where nobody says anything, said aloud, so that FASER leaves it alone
+# libgomp's defaults, set explicitly, so that FASER does not change them
 BEFORE = {"GOMP_SPINCOUNT": "300000", "OMP_NUM_THREADS": str(os.cpu_count() or 1)}
 STREAMS = {1: 16, 8: 8}  # tokens of each, a call
 

@@ -56,9 +56,9 @@ def test_what_is_taken_out_of_faser_is_out():
     assert not Ablated("+ off", LADDER["+ off"]).lengths(hopeless).any()
 
 
-@pytest.mark.parametrize(("name", "looks"), [("+ ragged", False), ("+ confidence", True)])
-def test_confidence_is_looked_at_only_where_it_is_part_of_it(name, looks):
+@pytest.mark.parametrize(("name", "checks"), [("+ ragged", False), ("+ confidence", True)])
+def test_confidence_is_checked_only_from_its_step_of_the_ladder_on(name, checks):
     view = make_view(1, accepted=190, judged=200)
     policy = Ablated(name, LADDER[name])
     policy.lengths(replace(view, cost=ProfiledCost(replace(H200, stop_seconds=0.0))))
-    assert (policy.stopping() is not None) == looks
+    assert (policy.stopping() is not None) == checks
