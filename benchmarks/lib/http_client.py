@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from faser.bench import prompts
 from faser.bench.client import Answer, Connection, request_head
+from faser.traffic import prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 180
