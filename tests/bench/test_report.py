@@ -270,7 +270,7 @@ def test_the_page_opens_on_a_time_line_that_exists(runs: list[RunDocument], open
     made = page.compose(document(runs))
     at = made.loads[made.chosen]
     assert (made.seen[made.traced].name, at.load.rate) == opens
-    assert page.seen[page.traced].name in at.timelines
+    assert made.seen[made.traced].name in at.timelines
     checked = {a["id"] for tag, a in reading(page.render(page)).tags if tag == "input" and "checked" in a}
     assert checked == {f"load-{page.chosen}", f"system-{page.traced}"}
 

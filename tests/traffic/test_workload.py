@@ -318,7 +318,7 @@ def test_a_workload_survives_its_file(tmp_path):
 def test_a_saved_workload_has_the_fields_that_scripts_for_other_systems_read(tmp_path):
     workload = make(requests=3)
     save_workload(workload, tmp_path / "w.jsonl")
-    lines = [json.loads(line) for line in (tmp_path / "w.jsonl").open()]
+    lines = [json.loads(line) for line in (tmp_path / "w.jsonl").read_text().splitlines()]
     for line, item in zip(lines, workload.items, strict=True):
         assert line["arrival"] == item.arrival
         assert line["prompt_token_ids"] == list(item.prompt_token_ids)
