@@ -326,9 +326,10 @@ def test_a_second_start_finds_the_caches_warm(worker):
     assert found == [("off", "cold"), ("length 4", "cold"), ("length 4", "warm")]
 
 
-TINY = ["table", "--tiny", "--device", "cpu"]
-
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+TINY = ["table", "--tiny", "--device", "cpu"]
 
 
 def processes(sections, *flags):
@@ -359,18 +360,7 @@ def test_what_cannot_work_is_refused_at_once(flags, message, capsys, tmp_path):
 def test_two_commands_run_both_and_end_in_one_json_line(tmp_path, capsys, monkeypatch):
     """Tiny models on the CPU, and a vLLM that answers at once: every process, as on the GPU."""
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
-    given = [
-        "table",
-        "--tiny",
-        "--device",
-        "cpu",
-        "--folder",
-        str(tmp_path / "work"),
-        "--batches",
-        "2",
-        "--lengths",
-        "1",
-    ]
+    given = [*TINY, "--folder", str(tmp_path / "work"), "--batches", "2", "--lengths", "1"]
     given += [*write_fake_vllm(tmp_path), "--vllm-lengths", "2"]
     assert h200.main([*given, "--sections", "off"]) == 0
     assert h200.main([*given, "--sections", "speculation"]) == 0
@@ -389,18 +379,7 @@ def test_two_commands_run_both_and_end_in_one_json_line(tmp_path, capsys, monkey
 
 
 def test_a_process_that_dies_is_reported_and_the_others_run(tmp_path, capsys):
-    given = [
-        "table",
-        "--tiny",
-        "--device",
-        "cpu",
-        "--folder",
-        str(tmp_path / "work"),
-        "--batches",
-        "2",
-        "--sections",
-        "off",
-    ]
+    given = [*TINY, "--folder", str(tmp_path / "work"), "--batches", "2", "--sections", "off"]
     vllm = write_fake_vllm(tmp_path, "raise ImportError('no vLLM here')")
     assert h200.main([*given, *vllm]) == 1
     printed = capsys.readouterr().out
