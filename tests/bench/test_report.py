@@ -228,7 +228,7 @@ def test_one_run_draws_bars_and_asks_for_no_choice_of_load() -> None:
     assert re.search(r'class="card sticky" hidden', html)
 
 
-def test_what_a_system_does_not_tell_is_a_gap() -> None:
+def test_a_value_that_a_system_does_not_report_is_a_gap() -> None:
     silent = replace(run("elsewhere", 1.0, 0, None, 1.0), summary=dict.fromkeys(FIGURES), phases={})
     reader = reading(page_of(document([silent])))
     assert "elsewhere" in reader.text

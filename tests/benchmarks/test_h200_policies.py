@@ -44,7 +44,7 @@ def test_faser_is_compared_with_the_best_of_the_others_and_every_single_length()
     assert not any("+ off" in line for line in lines)
 
 
-def test_what_is_taken_out_of_faser_is_out():
+def test_an_ablation_lacks_the_parts_taken_out():
     uneven = make_view(8, accepted=[2] * 4 + [190] * 4, judged=200)
     wide = Ablated("batch-wide", LADDER["batch-wide"]).lengths(uneven)
     assert np.unique(wide).size == 1
