@@ -26,7 +26,7 @@ from time import perf_counter
 
 from faser.threads import available_cpus
 
-# what libgomp does where nobody says anything, said aloud, so that FASER leaves it alone
+# libgomp's defaults, set explicitly, so that FASER does not change them
 BEFORE = {"GOMP_SPINCOUNT": "300000", "OMP_NUM_THREADS": str(available_cpus())}
 STREAMS = {1: 16, 8: 8}  # tokens of each, a call
 

@@ -26,9 +26,9 @@ from faser.runtime.cuda import attention
 from faser.runtime.cuda.attention import AttentionConfig, Memory, Tiles
 
 PAGE_SIZE = 16
-BANDWIDTH = 4.3e12  # bytes per second a large copy moves on an H200, read and write counted
-CACHE_BYTES = 256 * 2**20  # layers together are larger than this, so that none is found in the L2
-MAX_CONTEXT = 8192  # what a captured launch must be ready for, whatever the contexts of the step
+BANDWIDTH = 4.3e12  # bytes per second of a large copy on an H200, reads + writes
+CACHE_BYTES = 256 * 2**20  # all layers together are larger, so that none is in the L2
+MAX_CONTEXT = 8192  # the longest context that a captured launch supports
 MAX_LAYERS, MIN_LAYERS = 256, 3
 ARENA_BYTES = 24 * 2**30
 
@@ -60,7 +60,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Of the keys that rows may see."""
+        """Of the keys that the rows attend to."""
         seen = self.num_rows * (self.context - (self.num_rows - 1) / 2)
         return 4.0 * self.num_requests * seen * self.shape.num_heads * self.shape.head_dim
 
@@ -82,7 +82,7 @@ PREFILLS = [Case(shape, 16, 2048, 2048) for shape in (LARGE, SMALL)]
 
 
 class Layers:
-    """The inputs of one case, with as many layers of pages as it takes to fall out of the cache."""
+    """The inputs of one case, with enough layers of pages to exceed the L2 cache."""
 
     def __init__(self, case: Case, arena: torch.Tensor, config: AttentionConfig) -> None:
         shape, requests, rows = case.shape, case.num_requests, case.num_requests * case.num_rows
@@ -133,7 +133,7 @@ def _int32(values: np.ndarray | list[int]) -> torch.Tensor:
 
 
 def make_arena() -> torch.Tensor:
-    """Random bf16, in pieces: the pages of every case are cut from it."""
+    """Random bf16, filled in pieces; the pages of every case are views of it."""
     arena = torch.empty(ARENA_BYTES // 2, dtype=torch.bfloat16, device="cuda")
     for piece in arena.split(2**28):
         piece.normal_()

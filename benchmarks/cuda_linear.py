@@ -73,7 +73,7 @@ SHAPES = {
 KINDS: dict[str, Product] = {
     "qkv": "norm", "out": "residual", "gate_up": "gate_up", "down": "residual", "head": "head",
 }  # fmt: skip
-MOST_SPLIT = 400  # programs that share K, where plans are tried
+MOST_SPLIT = 400  # programs that share K, with --plans
 
 
 def weight_shape(shape: Shape, product: str, vocabulary: int) -> tuple[int, int]:
@@ -88,7 +88,7 @@ def weight_shape(shape: Shape, product: str, vocabulary: int) -> tuple[int, int]
 
 
 class Stack:
-    """Random weights of every layer, buffers for some rows, and the three ways to run them."""
+    """Random weights of every layer, buffers, and the three implementations."""
 
     def __init__(
         self, shape: Shape, vocabulary: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16
@@ -167,7 +167,7 @@ def milliseconds(run: Callable[[], None], replays: int = 9) -> float:
 
 
 def measure_product(stack: Stack, product: str, plan: Plan | None) -> float:
-    """Microseconds of one product; the head, of which there is one, twice in a row."""
+    """Microseconds of one product. The head exists once and is run twice in a row."""
     layers = [0, 0] if product == "head" else range(stack.num_layers)
 
     def run() -> None:
@@ -200,7 +200,7 @@ def measure(name: str, rows: list[int], vocabulary: int) -> list[dict[str, Any]]
 
 
 def candidates(product: str, num_rows: int, n: int, k: int) -> Iterator[Plan]:
-    """Plans to be tried; n is the number of outputs, of the MLP's gate alone. Not every one can be launched."""
+    """Plans to try; n is the number of outputs (of the MLP: of its gate alone). Some cannot be launched."""
     if num_rows > TILE_ROWS:
         yield CUBLAS
         return
@@ -239,7 +239,7 @@ def try_plans(name: str, rows: list[int], vocabulary: int, products: list[str], 
             compile_all(partial(stack.run_product, product, 0, plan) for plan in plans)
             found.append((round(measure_product(stack, product, chosen), 1), chosen))
             for plan in plans[1:]:
-                with contextlib.suppress(OutOfResources):  # too many registers: no plan
+                with contextlib.suppress(OutOfResources):  # too many registers
                     found.append((round(measure_product(stack, product, plan), 1), plan))
         floor = stack.num_bytes(product) / len(stack.weights[product]) / BYTES_PER_SECOND * 1e6
         print(f"{name} {num_rows} rows, {product}: chosen {found[0][0]} us, floor {floor:.1f}", flush=True)

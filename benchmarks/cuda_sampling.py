@@ -28,7 +28,7 @@ from faser.runtime.cuda.sampling import Choices, Slots, inverse_temperature, sam
 from faser.runtime.cuda.verdict import FIRST_TOKEN, judge
 
 BYTES_PER_SECOND = 4.3e12
-CACHE_BYTES = 150_000_000  # several times the part of the L2 that a stream of reads can keep
+CACHE_BYTES = 150_000_000  # several times what the L2 keeps of a stream of reads
 LENGTH = 4
 MAX_SLOTS = 1024
 
@@ -39,7 +39,7 @@ def _nothing(memory):
 
 
 def microseconds(call: Callable[[int], None], num_copies: int, calls: int = 0) -> float:
-    """Of one call, the i-th on copy i of its inputs; the median of 7 replays of a graph of many."""
+    """Microseconds per call: median of 7 replays of a graph of calls, call i on copy i of the inputs."""
     calls = calls or max(20, num_copies)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

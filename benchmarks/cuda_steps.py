@@ -51,7 +51,7 @@ def make_model(name: str, seed: int, max_positions: int) -> Transformer:
 def add_batch(
     engine: Engine, batch: int, prompt: int, output: int, prompts: Sequence[tuple[int, ...]] | None = None
 ) -> None:
-    """With these prompts, or random ones of so many tokens."""
+    """With `prompts`, or with random prompts of `prompt` tokens."""
     random = np.random.default_rng(batch)
     for i in range(batch):
         tokens = tuple(random.integers(100, 4000, prompt).tolist()) if prompts is None else prompts[i]
@@ -67,7 +67,7 @@ def run_batch(
     profiler: Any = None,
     prompts: Sequence[tuple[int, ...]] | None = None,
 ) -> dict[str, float]:
-    """From the moment all requests have their first token until the first of them ends."""
+    """Measured from when all requests have their first token until the first of them ends."""
     add_batch(engine, batch, prompt, output, prompts)
     begun: set[str] = set()
     while len(begun) < batch:
@@ -99,7 +99,7 @@ def run_batch(
 
 
 def list_kernels(engine: Engine, batch: int, prompt: int, output: int) -> dict[str, float]:
-    """Milliseconds a step, by kernel."""
+    """Milliseconds per step, by kernel."""
     activity = torch.profiler.ProfilerActivity.CUDA
     profiler = torch.profiler.profile(activities=[activity])
     run_batch(engine, batch, prompt, output, profiler)

@@ -1,11 +1,11 @@
-"""What does early exit bring? Closed loops with it on, off and by itself, at fixed lengths and under `faser`.
+"""What does early exit bring? Closed loops with early exit on, off and auto, at fixed lengths and under `faser`.
 
 The engine, the models and the prompts of `benchmarks.h200 policies`, whose flags it takes; one engine plays every
-batch size, policy and mode in turn, policies that adapt twice: what `auto` may cost them is little. For each:
+batch size, policy and mode in turn, adaptive policies twice, because the effect of `auto` on them is small. For each:
 milliseconds per token, the share of drafted tokens that left early (exit ratio), the share of these that the target
-would have accepted (false prunes, from trials), and how many seconds the profile says were saved and the clock does.
-Before them what the profile says of steps of these sizes: the most that could be saved by dropping a sixth of the
-drafts, as many as the paper does, and by dropping all that will be refused.
+would have accepted (false prunes, from trials), and the seconds saved, predicted by the profile and measured. First
+come bounds from the profile: the most that could be saved in a step by dropping a sixth of the drafts, as in the paper,
+and by dropping all drafts that will be refused.
 
     python3 -m benchmarks.early_exit --target TARGET.gguf [--policies fixed:4,fixed:6,faser]
         [--concurrency 32,64,128,256] [--folder DIR] [--python-path DIR] [--budget-seconds 560]
@@ -32,9 +32,9 @@ from faser.runtime.device import make_device
 
 DEFAULTS = ["--policies", "fixed:4,fixed:6,faser", "--concurrency", "32,64,128,256", "--ablation", ""]
 MODES = ("off", "on", "auto")
-PAPER_SHARE, REFUSED_SHARE = 0.16, 0.45  # of the drafts: that the paper drops at most, and that this pair's refuses
+PAPER_SHARE, REFUSED_SHARE = 0.16, 0.45  # of the drafts: dropped at most in the paper; refused for this pair
 SHARES = (PAPER_SHARE, REFUSED_SHARE)
-CONTEXT = 200  # tokens a request, in what the profile is asked about
+CONTEXT = 200  # tokens of a request, for the bounds
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Line:
     tokens_per_s: float
     mean_length: float
     acceptance: float
-    exit_ratio: float  # of the drafted tokens, those that left early
+    exit_ratio: float  # share of the drafted tokens that left early
     pruned: dict[int, int]  # by layer
-    false_share: float  # of what is pruned, by trials
+    false_share: float  # share of the pruned tokens that the target accepts, from trials
     trials: int
     predicted_seconds: float  # saved
     measured_seconds: float
@@ -56,16 +56,16 @@ class Line:
 
 @dataclass(frozen=True)
 class Bound:
-    """Milliseconds, by the profile, of a step in which everybody drafts as much."""
+    """Milliseconds, by the profile, of a step in which every request drafts `length` tokens."""
 
     concurrency: int
     length: int
     verify: float
     draft: float
-    check: float  # of a look in the middle
-    sixth_before: float  # saved by dropping a sixth of the drafts before the first layer, for nothing
-    sixth_midway: float  # and after half of the layers, the look paid
-    refused_before: float  # by dropping all that will be refused
+    check: float  # one exit check
+    sixth_before: float  # saved by dropping a sixth of the drafts before the first layer, without a check
+    sixth_midway: float  # saved by dropping them after half of the layers, minus the check
+    refused_before: float  # the same for all drafts that will be refused
     refused_midway: float
 
 
@@ -132,7 +132,7 @@ def render(lines: Sequence[Line]) -> str:
     ]
     plain: dict[tuple[int, str], float] = {}
     for line in lines:
-        if line.mode == "off":  # of the same turn
+        if line.mode == "off":  # the reference of the following modes
             plain[line.concurrency, line.policy] = line.ms_per_token
         against = plain.get((line.concurrency, line.policy), line.ms_per_token) / line.ms_per_token
         text.append(

@@ -140,7 +140,7 @@ def show_again(args: argparse.Namespace) -> int:
     if args.experiment == "table":
         return table.finish(args, Journal(args.report_only / "table.jsonl", 0.0))
     document = documents.read_document(args.report_only / "results.json")
-    remark = EXPERIMENTS[args.experiment].comparison
+    remark = policies.comparison if args.experiment == "policies" else None
     documents.write_results(args.out, document, remark)
     documents.show(document, remark)
     return 0

@@ -1,4 +1,4 @@
-"""Does a GPU say what the CPU says, and does speculation leave every token as it is?
+"""Does a GPU give the tokens of the CPU, and does speculation change none of them?
 
 In exact arithmetic the answers are yes. Floating-point sums depend on the order they are made in, and that on the
 kernels and on how many rows a step has; so a token may change where the best two scores nearly tie, and nowhere else.
@@ -55,7 +55,7 @@ LENGTH = 4
 COUNTS = {"float32": 64, "bfloat16": 200}  # prompts
 NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.5}
 MOST_PROMPT = 256  # tokens; longer chats are left out
-MARGIN_PROMPTS = 16  # whose margins are looked at
+MARGIN_PROMPTS = 16  # prompts whose score margins are computed
 KV_BYTES = 4 << 30
 MAX_RUNNING = {"cpu": 64, "cuda": 32}
 
@@ -64,12 +64,12 @@ Texts = list[list[int]]
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two texts part."""
+    """The first position at which two texts differ."""
 
     prompt: int
     position: int  # in the output
     token_ids: tuple[int, int]
-    gap: float  # between their scores
+    gap: float  # between the scores of the two tokens
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Comparison:
     name: str
     count: int  # prompts
     bound: float
-    margin: float  # median, between best and second best
+    margin: float  # median of best - second best score
     differences: tuple[Difference, ...]
 
     @property
@@ -91,15 +91,15 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Scores:
-    """What a model thinks of a text, teacher-forced. At a temperature of 0 a score is a logit."""
+    """Scores of a model on a given text. At a temperature of 0 a score is a logit."""
 
     model: Transformer
-    head: Tensor  # [vocabulary, hidden] in float32: scores are not to be rounded once more
+    head: Tensor  # [vocabulary, hidden] in float32, so that scores are not rounded again
     temperature: float
 
     @torch.inference_mode()
     def at(self, prompt: Sequence[int], text: Sequence[int], seed: int, positions: Sequence[int]) -> Tensor:
-        """Of every token at these positions of the output: [positions, vocabulary]."""
+        """Scores of every token at these output positions: [positions, vocabulary]."""
         tokens = torch.tensor([[*prompt, *text]], device=self.model.device)
         where = np.asarray(positions) + len(prompt)
         scores = F.linear(hidden_of(self.model, tokens)[0, where - 1].float(), self.head)
@@ -118,7 +118,7 @@ def load(args: argparse.Namespace, dtype: str, device: str) -> LoadedPair:
 
 
 def make_engine(pair: LoadedPair, max_model_len: int, device: str) -> Engine:
-    """Its policy changes from text to text; it is ready for the longest drafts."""
+    """An engine prepared for the longest drafts; its policy is changed between texts."""
     options = EngineOptions(
         policy=f"fixed:{LENGTH}",
         device=device,
@@ -131,7 +131,7 @@ def make_engine(pair: LoadedPair, max_model_len: int, device: str) -> Engine:
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer, count: int) -> Texts:
-    """Spread evenly over the file, which is sorted by category."""
+    """Evenly spaced over the file, which is sorted by category."""
     rows: list[Any] = read_jsonl(str(path))
     prompts = [tokenizer.encode(chat_prompt(row["turns"][0])) for row in rows]
     prompts = [prompt for prompt in prompts if len(prompt) <= MOST_PROMPT]
@@ -141,7 +141,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer, count: int) -> Texts:
 
 
 def write(engine: Engine, length: int, prompts: Texts, tokens: int, temperature: float = 0.0) -> Texts:
-    """A text for each prompt, end tokens ignored; batch-mates come and go."""
+    """One text per prompt, end tokens ignored, in a batch that changes."""
     engine.scheduler.policy = Fixed(length)
     params = SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=True)
     texts: Texts = [[] for _ in prompts]
@@ -171,7 +171,7 @@ def compare(name: str, dtype: str, scores: Scores, prompts: Texts, right: Texts,
 
 
 def find_margins(scores: Scores, prompts: Texts, texts: Texts) -> list[float]:
-    """Between the best and the second best score, at every position of some texts."""
+    """Best - second best score, at every position of some texts."""
     margins: list[float] = []
     for i in range(min(MARGIN_PROMPTS, len(prompts))):
         best = scores.at(prompts[i], texts[i][:-1], i, range(len(texts[i]))).topk(2).values

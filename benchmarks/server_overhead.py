@@ -52,7 +52,7 @@ PROMPT_WORDS = 24
 
 
 def make_bodies(count: int, max_tokens: int) -> list[dict[str, Any]]:
-    """Greedy, of a length that is known beforehand."""
+    """Greedy, with a fixed number of output tokens."""
     texts = [" ".join(text.split()[:PROMPT_WORDS]) for text in read_texts()]
     return [
         {
@@ -68,7 +68,7 @@ def make_bodies(count: int, max_tokens: int) -> list[dict[str, Any]]:
 
 
 def measure_flood(server: Server, bodies: Sequence[dict[str, Any]], concurrency: int) -> dict[str, float]:
-    """One flood, and the share of a core that each process used meanwhile."""
+    """One flood, and the share of a core that each process used during it."""
     before = {name: cpu_seconds(pid) for name, pid in server.pids.items()}
     result: FloodResult = run_flood(server.url, PATH, bodies, concurrency)
     spent = {name: cpu_seconds(pid) - before[name] for name, pid in server.pids.items()}
@@ -105,7 +105,7 @@ def show(name: str, found: dict[str, Any]) -> None:
 
 
 class InProcess:
-    """faser.LLM in a child, which generates whenever it is told to."""
+    """faser.LLM in a child process, which generates on request."""
 
     def __init__(self, bodies: Sequence[dict[str, Any]], max_running: int) -> None:
         self._child = subprocess.Popen(

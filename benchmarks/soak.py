@@ -38,12 +38,12 @@ from benchmarks.lib.http_client import Server, read_metrics, read_texts, residen
 from faser.bench.client import Answer, Connection, events, request_head
 
 MAX_MODEL_LEN = 512
-# Small pages: a request is let in with one to spare, and outgrows it.
+# Small pages: a request is admitted with one spare page and outgrows it.
 FLAGS = ("--kv-memory", "0.06", "--page-size", "4", "--max-model-len", str(MAX_MODEL_LEN), "--max-body-size", "1",
          "--log-level", "warning")  # fmt: skip
 MIB = 2**20
-WARM_UP = 0.3  # of the requests
-BOUND_MIB = {"http": 8, "engine": 32}  # growth over the rest of a run
+WARM_UP = 0.3  # share of the requests
+BOUND_MIB = {"http": 8, "engine": 32}  # most growth of memory after the warm-up
 ANSWER_SECONDS = 600
 REST_SECONDS = 60
 SAMPLE_SECONDS = 0.5
@@ -57,7 +57,7 @@ LEAVING = ("leaves mid-stream", "leaves before a token", "leaves mid-body")
 
 @dataclass(frozen=True)
 class Item:
-    """One request: what is sent, and what must come of it."""
+    """One request and its expected result."""
 
     number: int
     kind: str
@@ -65,8 +65,8 @@ class Item:
     body: dict[str, Any]
     raw: bytes | None = None  # sent instead of the body
     status: int = 200
-    code: str | None = None  # of the error
-    leave_after: int = 0  # events, of a stream that is left
+    code: str | None = None  # of the expected error
+    leave_after: int = 0  # events after which the client leaves the stream
     delay: float = 0.0  # seconds before leaving
     farewell: bool = True  # close, or abort
 
@@ -80,7 +80,7 @@ class Item:
 
 
 class Load:
-    """Draws items."""
+    """Random items."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -128,7 +128,7 @@ class Load:
         return Item(number, "", path, body)
 
     def _sampling(self) -> dict[str, Any]:
-        """Greedy, or sampled with a seed: without one there is nothing to compare with."""
+        """Greedy, or sampled with a seed, so that a second run can be compared."""
         if self._random.random() < 0.5:
             return {"temperature": 0}
         sampled: dict[str, Any] = {"temperature": self._random.choice((0.5, 1.0, 1.3))}
@@ -150,7 +150,7 @@ class Load:
         return {"prompt": text}
 
     def _text(self) -> str:
-        """Some 4 to 200 tokens, short ones more often."""
+        """About 4 to 200 tokens, short prompts more often."""
         words = self._random.choice(self._texts).split()
         return " ".join(words[: round(math.exp(self._random.uniform(math.log(3), math.log(130))))])
 
@@ -191,7 +191,7 @@ class Load:
         return replace(item, body={**item.body, field_[0]: field_[1]}, status=400, code=code)
 
     def _too_long(self, number: int) -> Item:
-        """In itself, or with the output asked for."""
+        """Too long by itself, or with its output."""
         item = replace(self._good(number), status=400, code="context_length_exceeded")
         long = "word " * self._random.choice((MAX_MODEL_LEN, 5 * MAX_MODEL_LEN, 100 * MAX_MODEL_LEN))
         prompts = ({"prompt": [7] * MAX_MODEL_LEN}, {"prompt": long}, {"prompt": "Hello", "max_tokens": MAX_MODEL_LEN})
@@ -215,10 +215,10 @@ class Load:
 class Choice:
     text: str = ""
     finish_reason: str | None = None
-    tokens: list[str] = field(default_factory=list)  # where log-probabilities were asked for
+    tokens: list[str] = field(default_factory=list)  # if log-probabilities were requested
 
     def take(self, choice: dict[str, Any]) -> None:
-        """A choice of a whole answer or of an event."""
+        """Add a choice of an answer or of an event."""
         said = choice.get("message") or choice.get("delta") or choice
         self.text += said.get("content") or said.get("text") or ""
         self.finish_reason = choice["finish_reason"] or self.finish_reason
@@ -228,7 +228,7 @@ class Choice:
 
 @dataclass
 class Outcome:
-    """What came of an item. `fault` says what is wrong with that."""
+    """The result of an item. `fault` says what is wrong with it."""
 
     item: Item
     status: int | None = None
@@ -243,11 +243,11 @@ class Outcome:
 
 
 class Client:
-    """One of those that ask at the same time."""
+    """One of the concurrent clients."""
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._connection: Connection | None = None  # kept for the next request, where the last one ended well
+        self._connection: Connection | None = None  # kept for the next request if the last one ended well
 
     async def run(self, item: Item) -> Outcome:
         outcome = Outcome(item, choices=[Choice() for _ in range(item.num_choices)])
@@ -308,7 +308,7 @@ class Client:
             raise ValueError("a stream without [DONE]")
 
     async def _send_large(self, connection: Connection, item: Item, outcome: Outcome) -> None:
-        """With its length, or in chunks. The answer may come before all is sent, and the connection then be closed."""
+        """Send with a content length or in chunks. The server may answer, and close, before everything is sent."""
         data, declared = item.data, item.number % 2 == 0
         head = request_head("POST", item.path, len(data) if declared else None)
         connection.write(head + (data if declared else _in_chunks(data)))
@@ -348,7 +348,7 @@ def _take_whole(outcome: Outcome, body: bytes) -> None:
 
 
 def find_fault(outcome: Outcome) -> str | None:
-    """What is wrong with an answer that came."""
+    """What is wrong with an answer."""
     item = outcome.item
     if outcome.status != item.status:
         return f"answered {outcome.status}, expected {item.status}"
@@ -383,7 +383,7 @@ def _choice_fault(choice: Choice, body: dict[str, Any]) -> str | None:
 
 @dataclass
 class Samples:
-    """How much memory was held when so many requests were over."""
+    """Memory of the processes, by the number of requests that ended."""
 
     pids: dict[str, int]
     at: list[int] = field(default_factory=list)
@@ -395,7 +395,7 @@ class Samples:
             self.held.setdefault(name, []).append(resident_bytes(pid) / MIB)
 
     def growth(self, name: str, num_requests: int) -> dict[str, float]:
-        """After the warm-up, by a line of least squares."""
+        """Growth in MiB after the warm-up, by least squares."""
         first = next((i for i, at in enumerate(self.at) if at >= WARM_UP * num_requests), 0)
         at, held = self.at[first:], self.held[name][first:]
         slope = _slope(at, held)
@@ -445,7 +445,7 @@ async def metrics(url: str) -> dict[str, float]:
 
 
 async def metrics_at_rest(url: str) -> dict[str, float]:
-    """The metrics once nothing runs, or those that still say something does."""
+    """The metrics when no request runs, or after a timeout the last ones read."""
     deadline = time.monotonic() + REST_SECONDS
     while True:
         found = await metrics(url)
@@ -459,7 +459,7 @@ async def metrics_at_rest(url: str) -> dict[str, float]:
 
 
 def check_books(before: dict[str, float], after: dict[str, float], outcomes: Sequence[Outcome]) -> list[str]:
-    """The server's counts against ours. Of those we left it may have counted any end, or none."""
+    """The server's counts against ours. A request that the client left may count as any end, or as none."""
 
     def counted(name: str) -> int:
         return round(after.get(name, 0) - before.get(name, 0))
@@ -493,7 +493,7 @@ def check_books(before: dict[str, float], after: dict[str, float], outcomes: Seq
 
 
 def check_output(outcomes: Sequence[Outcome], plain: Sequence[Outcome]) -> list[str]:
-    """Speculation must not show: equal where we read to the end, a beginning where we left."""
+    """Speculation must not change a text: equal if read to the end, a prefix if the client left."""
     reference = {outcome.item.number: outcome for outcome in plain}
     found = []
     for outcome in outcomes:
@@ -511,7 +511,7 @@ def check_output(outcomes: Sequence[Outcome], plain: Sequence[Outcome]) -> list[
 
 
 def comparable(outcomes: Sequence[Outcome]) -> list[Item]:
-    """Those with a text to compare, to be asked for as whole answers."""
+    """Items with a text to compare, as requests without streaming."""
     return [
         replace(o.item, kind="completes", leave_after=0, body={k: v for k, v in o.item.body.items() if k not in STREAM})
         for o in outcomes
@@ -534,11 +534,11 @@ class Run:
     samples: Samples
     books: list[str]
     after: dict[str, float]
-    end: list[str] = field(default_factory=list)  # what was wrong with how the server ended
+    end: list[str] = field(default_factory=list)  # faults of the server's exit
 
 
 def soak(url: str | None, flags: Sequence[str], items: Sequence[Item], concurrency: int) -> Run:
-    """Against the server at `url`, or one that is started for it."""
+    """Against the server at `url`, or one started here."""
     server = Server(*flags) if url is None else None
     target = server.url if server is not None else url
     assert target is not None

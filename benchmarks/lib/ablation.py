@@ -1,7 +1,6 @@
-"""`faser` with parts of it taken out, for measuring what each part brings. Not for serving.
+"""`faser` without some of its parts, to measure what each part brings. Not for serving.
 
-`LADDER` adds the parts one by one; `MEANINGS` explains each step, and the systems of the other benchmarks, to the
-reader of a report.
+`LADDER` adds the parts one by one; `MEANINGS` explains each step, and the systems of other benchmarks, in a report.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from faser.traffic.records import Workload
 @dataclass(frozen=True)
 class Parts:
     per_request: bool = False
-    ragged: bool = False  # the executor's part
-    looks: bool = False
+    ragged: bool = False  # set in the executor
+    checks_confidence: bool = False
     may_be_off: bool = False
 
 
@@ -35,8 +34,8 @@ LADDER = {
     "batch-wide": Parts(),
     "+ per request": Parts(per_request=True),
     "+ ragged": Parts(per_request=True, ragged=True),
-    "+ confidence": Parts(per_request=True, ragged=True, looks=True),
-    "+ off": Parts(per_request=True, ragged=True, looks=True, may_be_off=True),
+    "+ confidence": Parts(per_request=True, ragged=True, checks_confidence=True),
+    "+ off": Parts(per_request=True, ragged=True, checks_confidence=True, may_be_off=True),
 }
 
 MEANINGS = {
@@ -53,10 +52,10 @@ VLLM = re.compile(r"vLLM (?:off|K=(\d+))")
 
 
 def explained(document: Document) -> Document:
-    """With one sentence on every system that is no policy of FASER."""
+    """The document with one sentence on every system that is not a policy of FASER."""
     systems = {run.system: _meaning(run.system) for run in document.runs}
-    told = {name: meaning for name, meaning in systems.items() if meaning is not None}
-    return replace(document, about={**document.about, "systems": told}) if told else document
+    meanings = {name: meaning for name, meaning in systems.items() if meaning is not None}
+    return replace(document, about={**document.about, "systems": meanings}) if meanings else document
 
 
 def _meaning(system: str) -> str | None:
@@ -69,20 +68,20 @@ def _meaning(system: str) -> str | None:
 
 @dataclass(frozen=True)
 class Rung(PolicySystem):
-    """A policy with some of an engine's mechanisms."""
+    """A policy with some of the engine's mechanisms."""
 
     base: str
     exits: EarlyExit | None
     overlap: Overlap | None
 
     def warm_up(self, workload: Workload, size: int, stopped: Stopped) -> None:
-        """Also sets what is played next."""
+        """Also sets the mechanisms for the run that follows."""
         self.engine.exits, self.engine.scheduler.overlap = self.exits, self.overlap
         PolicySystem(self.engine, self.base, self.temperature).warm_up(workload, size, stopped)
 
 
 class Ablated(Adaptive):
-    """`faser`, as far as `parts` say."""
+    """`faser` with the given parts."""
 
     def __init__(self, name: str, parts: Parts) -> None:
         super().__init__()
@@ -91,22 +90,22 @@ class Ablated(Adaptive):
 
     def lengths(self, view: BatchView) -> IntArray:
         assert view.cost is not None
-        if not self._parts.looks:
-            view = replace(view, cost=_Unseeing(view.cost))  # type: ignore[arg-type]
+        if not self._parts.checks_confidence:
+            view = replace(view, cost=_WithoutChecks(view.cost))  # type: ignore[arg-type]
         lengths = super().lengths(view) if self._parts.per_request else self._common(view)
         if not self._parts.may_be_off:
             lengths = np.maximum(lengths, 1)
         return np.minimum(lengths, view.limit)
 
     def _common(self, view: BatchView) -> IntArray:
-        """The one length that promises the most tokens per second; nobody's own acceptance counts."""
+        """The length with the most expected tokens per second for the whole batch, from the mean acceptance."""
         chances = np.broadcast_to(self._acceptance.rates.cumprod()[:, None], (DEPTH, view.num_requests))
         goodput = expected_tokens(chances)[1:] / seconds_by_length(view, DEPTH)[1:]
         return np.full(view.num_requests, 1 + int(goodput.argmax()))
 
 
-class _Unseeing:
-    """A cost that says drafts cannot be looked at."""
+class _WithoutChecks:
+    """A cost without confidence checks."""
 
     stop_seconds = None
 

@@ -115,33 +115,34 @@ class Runs:
         self.journal.add("run", system=run.system, **load, partial=run.partial, **figures)
 
 
-Add = Callable[[argparse.Namespace, "Document"], "Document"]  # adds what other systems measured
+Add = Callable[[argparse.Namespace, "Document"], "Document"]  # adds the runs of another system
+Remark = Callable[["Document"], str]  # text below the tables
 
 
-def collect(args: argparse.Namespace, journal: Journal, add: Add) -> Document | None:
+def collect(args: argparse.Namespace, journal: Journal, add: Add | None) -> Document | None:
     """Everything measured so far as one document; None before FASER's first run."""
     from faser.traffic.summary import group_runs
 
     path = args.work / "faser.json"
-    document = add(args, read_document(path)) if path.is_file() else None
-    if document is None or not document.runs:
+    if not path.is_file():
+        return None
+    document = read_document(path)
+    document = document if add is None else add(args, document)
+    if not document.runs:
         return None
     about = {**document.about, "failed": failures(journal.read())}
     command = ("python3", "-m", "benchmarks.h200", *args.given)
     return replace(document, command=command, about=about, groups=group_runs(document.runs))
 
 
-def save(args: argparse.Namespace, journal: Journal, add: Add) -> None:
+def save(args: argparse.Namespace, journal: Journal, add: Add | None = None) -> None:
     shutil.copy(journal.path, args.out / journal.path.name)
     document = collect(args, journal, add)
     if document is not None:
         atomic_write(args.out / "results.json", json.dumps(document.to_dict()))
 
 
-Remark = Callable[["Document"], str]  # more text for below the tables
-
-
-def finish(args: argparse.Namespace, journal: Journal, add: Add, remark: Remark) -> int:
+def finish(args: argparse.Namespace, journal: Journal, add: Add | None = None, remark: Remark | None = None) -> int:
     """0: nothing failed in this call."""
     document = collect(args, journal, add)
     if document is not None:
@@ -157,7 +158,7 @@ def finish(args: argparse.Namespace, journal: Journal, add: Add, remark: Remark)
     return 1 if failed else 0
 
 
-def write_results(folder: Path, document: Document, remark: Remark) -> None:
+def write_results(folder: Path, document: Document, remark: Remark | None) -> None:
     """The document, the tables, and the report if jinja2 is installed."""
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write(folder / "results.json", json.dumps(document.to_dict()) + "\n")
@@ -171,14 +172,15 @@ def write_results(folder: Path, document: Document, remark: Remark) -> None:
     write_report(folder, explained(document))
 
 
-def show(document: Document, remark: Remark) -> None:
+def show(document: Document, remark: Remark | None) -> None:
     print(tables(document, remark), end="\n\n")
     print(json.dumps(document.without_details().to_dict()), flush=True)
 
 
-def tables(document: Document, remark: Remark) -> str:
+def tables(document: Document, remark: Remark | None) -> str:
     from faser.bench.table import render
 
     systems = {run.system for run in document.runs}
     reference = next((name for name in ("vLLM off", "off") if name in systems), None)  # of the ratios
-    return "\n\n".join(filter(None, (render(document, reference), remark(document))))
+    text = render(document, reference)
+    return text if remark is None else f"{text}\n\n{remark(document)}"

@@ -1,9 +1,8 @@
-"""What the HTTP benchmarks share: a server in a process of its own, what it uses, and a client for very many streams.
+"""Shared by the HTTP benchmarks: a server process, its CPU time and memory, and a client for many streams.
 
-`flood` is for server_overhead.py: as many streams at once as are asked for, as cheap as they can be had, since the
-client shares the machine with the server. It counts the events and reads only the last one, which holds the number of
-tokens. It runs in a process of its own: `python -m benchmarks.lib.http_client` takes one JSON document on standard
-input and prints another.
+`flood` is for server_overhead.py: many concurrent streams at little cost, since the client shares the machine with the
+server. It counts events and parses only the last one, which holds the number of tokens. It runs in its own process:
+`python -m benchmarks.lib.http_client` reads one JSON document from standard input and prints another.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from faser.bench import prompts
 from faser.bench.client import Answer, Connection, request_head
+from faser.traffic import prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 180
@@ -51,13 +50,13 @@ SENTENCES = (
 
 
 def read_texts() -> list[str]:
-    """Real prompts."""
+    """The prompts of Spec-Bench."""
     return [text for texts in prompts.read_texts("specbench").values() for text in texts]
 
 
 # ── the server ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-# `faser serve`, with the one option that is no flag: who makes the engine.
+# `faser serve` with an engine factory, which is no flag of the command.
 _WITH_FACTORY = """
 import sys
 from dataclasses import replace
@@ -70,7 +69,7 @@ sys.exit(serve(replace(options, engine_factory=sys.argv[1])))
 
 
 class Server:
-    """`faser serve` on a free port, from its announcement to its end. What it writes goes to a file."""
+    """`faser serve` on a free port, from its announcement to its end. Its output goes to a file."""
 
     def __init__(self, *flags: str, factory: str | None = None, environment: dict[str, str] | None = None) -> None:
         start = ["-m", "faser.cli.main", "serve"] if factory is None else ["-c", _WITH_FACTORY, factory]
@@ -119,7 +118,7 @@ def running(*flags: str, factory: str | None = None, environment: dict[str, str]
 
 
 def child_of(pid: int) -> int:
-    """The process that `pid` started: of a server, its engine."""
+    """The child of process `pid`: of a server, its engine."""
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(_stat(int(folder.name))[1] or 0) == pid:
             return int(folder.name)
@@ -133,7 +132,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory the process holds; 0 where it is gone."""
+    """Resident memory; 0 if the process has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError):
@@ -141,7 +140,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def _stat(pid: int) -> list[str]:
-    """/proc/PID/stat behind the name, which may hold spaces: state, parent, …"""
+    """The fields of /proc/PID/stat after the name, which may hold spaces: state, parent, …"""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -164,7 +163,7 @@ def get(url: str, path: str) -> Answer:
 
 
 def read_metrics(text: str) -> dict[str, float]:
-    """Prometheus text by name and labels; the model's name is dropped, every value has it."""
+    """Prometheus text by name and labels, without the label model_name, which every value has."""
     found = {}
     for line in text.splitlines():
         if line and not line.startswith("#"):
@@ -183,7 +182,7 @@ _TAIL = 1024  # bytes kept of a stream's end: enough for the event with the usag
 
 @dataclass(frozen=True)
 class FloodResult:
-    """Of all streams together. Events are those with text; seconds run from the first request to the last end."""
+    """All streams together. `events` have text; `seconds` are from the first request to the last end."""
 
     requests: int
     tokens: int
@@ -206,7 +205,7 @@ def run_flood(url: str, path: str, bodies: Sequence[dict[str, Any]], concurrency
 
 
 class _Streams:
-    """The requests not sent yet, and what came of those that were."""
+    """The waiting requests, and totals over the ended ones."""
 
     def __init__(self, path: str, bodies: Sequence[dict[str, Any]], done: asyncio.Future[None]) -> None:
         encoded = [json.dumps(body).encode() for body in bodies]
@@ -236,7 +235,7 @@ class _Streams:
 
 
 class _Reader(asyncio.Protocol):
-    """One connection: a request, its events, the next request."""
+    """One connection, one request after another."""
 
     def __init__(self, streams: _Streams) -> None:
         self._streams = streams

@@ -125,16 +125,12 @@ def work(args: argparse.Namespace, journal: Journal) -> None:
             )
 
 
-def add_nothing(args: argparse.Namespace, document: Document) -> Document:
-    return document
-
-
 def save(args: argparse.Namespace, journal: Journal) -> None:
-    documents.save(args, journal, add_nothing)
+    documents.save(args, journal)
 
 
 def finish(args: argparse.Namespace, journal: Journal) -> int:
-    return documents.finish(args, journal, add_nothing, comparison)
+    return documents.finish(args, journal, remark=comparison)
 
 
 def comparison(document: Document) -> str:

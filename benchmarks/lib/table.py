@@ -51,7 +51,7 @@ KEPT_TEXTS = 2  # of a run, to see that both systems run the same model
 KV_BYTES = 40 << 30  # of FASER's pages: more than any batch here needs, as is vLLM's share of the memory
 
 
-# ── what requests saw, whoever served them ───────────────────────────────────────────────────────────────────────────
+# ── requests of either system ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass

@@ -424,9 +424,4 @@ def save(args: argparse.Namespace, journal: Journal) -> None:
 
 
 def finish(args: argparse.Namespace, journal: Journal) -> int:
-    return documents.finish(args, journal, add_vllm, comparison)
-
-
-def comparison(document: Document) -> str:
-    """Nothing below the tables."""
-    return ""
+    return documents.finish(args, journal, add_vllm)

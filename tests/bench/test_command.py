@@ -46,7 +46,7 @@ def asked(*given):
     return Asked.of(make_parser().parse_args(["bench", *given]))
 
 
-def test_policies_meet_the_same_requests_and_the_result_is_a_table_and_one_line(model, capsys, tmp_path):
+def test_policies_get_the_same_requests_and_the_result_is_a_table_and_one_line(model, capsys, tmp_path):
     out, saved = tmp_path / "results" / "a.json", tmp_path / "w.jsonl"
     lines, document, err = bench(
         capsys, *model, *TRAFFIC, "--policies", "off,fixed:1..2", "--repeats", "2", "--slo", "ttft=5",
@@ -200,7 +200,7 @@ def test_a_run_cut_by_sigterm_leaves_no_process_and_no_temporary_file(folder, tm
     assert list(temporary.iterdir()) == []
 
 
-def test_an_error_takes_nothing_from_what_was_measured(model, capsys, monkeypatch):
+def test_runs_measured_before_an_error_are_kept(model, capsys, monkeypatch):
     given = [*model, "--concurrency", "1", "--requests", "2", "--prompt-len", "8", "--output-len", "2"]
 
     def fails_later(engine, policy):
@@ -243,7 +243,7 @@ def test_a_server_is_played_without_a_model_and_its_losses_are_counted(capsys, t
         assert "all at once: 2 requests, 1 system, 0 s or more" in err
 
 
-def test_another_server_is_a_column(model, capsys, tmp_path):
+def test_another_server_is_a_row_of_the_table(model, capsys, tmp_path):
     with serving() as stub:
         lines, document, _ = bench(
             capsys, *model, "--workload", workload_file(tmp_path, FINE, FINE), "--policies", "off",
@@ -310,7 +310,7 @@ def test_the_example_is_what_its_script_makes_and_survives_a_round():
 
 
 @pytest.mark.parametrize("given", [{}, {"version": 2}, {"version": 1}, {"version": 1, "command": [], "runs": [1]}])
-def test_what_is_no_document_is_refused(given):
+def test_a_file_that_is_not_a_document_is_refused(given):
     with pytest.raises(ConfigError, match="not a document of faser bench"):
         Document.from_dict(given)
 
@@ -332,7 +332,7 @@ def test_the_table_marks_the_best_and_compares(example):
 RECORD = {"arrival": 1.0, "ttft": 0.5, "latency": 2.5, "finished_at": 3.5, "prompt_tokens": 9, "token_ids": [1] * 5}
 
 
-def test_the_records_of_another_system_are_judged_alike(tmp_path):
+def test_the_records_of_another_system_get_the_same_figures(tmp_path):
     path = tmp_path / "vllm.jsonl"
     others = [RECORD, RECORD | {"arrival": 2.0, "finished_at": 4.5}]
     path.write_text("".join(json.dumps(record) + "\n" for record in others))
@@ -349,7 +349,7 @@ SUMMARY = {"requests": 2, "output_tokens": 10, "makespan_s": 4.0, "output_tokens
            "p99_ms_per_token": 600, "mean_tpot_ms": 400, "mean_ttft_ms": 50, "p99_ttft_ms": 70}  # fmt: skip
 
 
-def test_the_summary_of_another_system_is_taken_as_it_is(tmp_path):
+def test_the_summary_of_another_system_is_converted_to_our_units(tmp_path):
     path = tmp_path / "vllm.json"
     path.write_text(json.dumps(SUMMARY))
     (run,) = read_against(path, "vLLM", [Load(3.0)], None)
@@ -361,7 +361,7 @@ def test_the_summary_of_another_system_is_taken_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "x", '{"version": 9}', '{"token_ids": []}'])
-def test_what_are_no_results_is_refused(tmp_path, text):
+def test_a_file_without_results_is_refused(tmp_path, text):
     path = tmp_path / "x.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match="--against"):

@@ -111,7 +111,7 @@ def test_a_machine_that_answers_nothing_in_time_still_gets_four_requests():
         (("--rate", "2", "--loads", "1,2"), [2.0, 4.0]),
     ],
 )
-def test_a_load_that_was_asked_for_is_obeyed(given, rates):
+def test_a_given_load_is_used(given, rates):
     machine = Machine(*given)
     assert not machine.asked.is_sized
     assert [load.rate for load in machine.asked.loads] == rates
@@ -121,7 +121,7 @@ def test_a_load_that_was_asked_for_is_obeyed(given, rates):
 @pytest.mark.parametrize(
     "given", [("--concurrency", "1,8", "--requests", "30"), ("--rate", "3"), ("--rate", "40", "--duration", "10")]
 )
-def test_the_time_of_a_load_that_was_asked_for_is_estimated(given):
+def test_the_duration_of_a_given_load_is_estimated(given):
     machine = Machine(*given, "--policies", "off")
     said = said_seconds(machine.session.announcement())
     assert machine.play() == pytest.approx(said, rel=0.4, abs=5)
@@ -185,7 +185,7 @@ def test_a_slow_machine_is_calibrated_with_one_request():
     assert player.sizes == [1, 1]
 
 
-def test_a_calibration_without_answers_knows_no_pace():
+def test_a_calibration_without_answers_has_no_pace():
     lost = Record(0, "", 100, 0.0, None, None, 0, error="busy")
     assert calibrate(lambda workload: Run("x", (lost,), 1.0), [ITEM]) == ()
 

@@ -57,7 +57,7 @@ def test_lost_requests_are_recorded_with_their_reason_and_nothing_hangs():
     assert (figures["requests"], figures["lost"], figures["output_tokens"]) == (7, 5, 4 + 10)
 
 
-def test_a_closed_loop_keeps_so_many_open_and_no_more():
+def test_a_closed_loop_never_exceeds_its_concurrency():
     with serving() as stub:
         run = play_remote(connected(stub.url), make_workload(*[FINE] * 12, concurrency=3), "stub")
     assert stub.most_open <= 3
@@ -89,7 +89,7 @@ def test_an_unreachable_server_is_one_clear_line():
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://", "http://host:port", ""])
-def test_an_address_that_is_none_is_refused(url):
+def test_a_wrong_address_is_refused(url):
     with pytest.raises(ConfigError, match="expected an address"):
         Remote(url)
 

@@ -228,7 +228,7 @@ def test_one_run_draws_bars_and_asks_for_no_choice_of_load() -> None:
     assert re.search(r'class="card sticky" hidden', html)
 
 
-def test_what_a_system_does_not_tell_is_a_gap() -> None:
+def test_a_value_that_a_system_does_not_report_is_a_gap() -> None:
     silent = replace(run("elsewhere", 1.0, 0, None, 1.0), summary=dict.fromkeys(FIGURES), phases={})
     reader = reading(page_of(document([silent])))
     assert "elsewhere" in reader.text
@@ -270,7 +270,7 @@ def test_the_page_opens_on_a_time_line_that_exists(runs: list[RunDocument], open
     made = page.compose(document(runs))
     at = made.loads[made.chosen]
     assert (made.seen[made.traced].name, at.load.rate) == opens
-    assert page.seen[page.traced].name in at.timelines
+    assert made.seen[made.traced].name in at.timelines
     checked = {a["id"] for tag, a in reading(page.render(page)).tags if tag == "input" and "checked" in a}
     assert checked == {f"load-{page.chosen}", f"system-{page.traced}"}
 

@@ -75,7 +75,7 @@ def test_the_same_seed_gives_the_same_figures(capsys, replicas):
     assert [run["summary"] for run in first["runs"]] != [run["summary"] for run in other["runs"]]
 
 
-def test_a_repeat_draws_other_outcomes_and_all_policies_meet_the_same():
+def test_a_repeat_draws_other_outcomes_and_all_policies_get_the_same():
     workload = make_workload(WorkloadOptions(requests=10), Load(5.0), Vocabulary(1, 4096, None, is_blank=True))
     machine = Machine(profile=PROFILE)
     one, two = (SimulatedSystem(name, machine, Replay.shipped()) for name in ("fixed:3", "fixed:3"))
@@ -84,7 +84,7 @@ def test_a_repeat_draws_other_outcomes_and_all_policies_meet_the_same():
     assert runs[0].records != runs[1].records
 
 
-def test_a_cluster_says_what_one_gpu_does(capsys):
+def test_a_cluster_reports_figures_per_gpu(capsys):
     for replicas in ("2", "30"):
         lines, document, _ = simulate(
             capsys, *TRAFFIC, "--policies", "off,fixed:2", "--replicas", replicas, "--max-running", "8"
@@ -99,7 +99,7 @@ def test_a_cluster_says_what_one_gpu_does(capsys):
             assert 0 < about["busy_share"] <= 1
 
 
-def test_a_trace_is_repeated_where_the_rate_asks_for_more(capsys):
+def test_a_trace_is_repeated_to_reach_a_higher_rate(capsys):
     given = ["--trace", "azure-code", "--duration", "60", "--span", "2", "--rate", "300", "--max-output", "8"]
     _, document, _ = simulate(capsys, *given, "--policies", "off", "--replicas", "20", "--max-running", "4")
     (load,) = document["workload"]["loads"]
@@ -115,7 +115,7 @@ def test_measured_results_stand_beside_and_lend_their_acceptance(capsys):
     assert "against real off" in lines[-2]
 
 
-def test_losses_are_counted_and_told(capsys, tmp_path):
+def test_lost_requests_are_counted_and_reported(capsys, tmp_path):
     path = tmp_path / "w.jsonl"
     items = [{"arrival": 0.1 * i, "prompt_token_ids": [1] * 40, "max_tokens": most} for i, most in enumerate((5, 99))]
     path.write_text("\n".join(map(json.dumps, items)))
@@ -171,13 +171,13 @@ def test_what_cannot_work_is_refused(capsys, given, says):
 
 
 @pytest.mark.parametrize("option", ["--url", "--save-workload", "--temperature", "--model"])
-def test_what_only_bench_can_do_is_no_option(option, capsys):
+def test_options_of_bench_alone_are_refused(option, capsys):
     with pytest.raises(SystemExit):
         make_parser().parse_args(["simulate", option, "x"])
     assert f"unknown argument {option}" in capsys.readouterr().err
 
 
-def test_a_profile_may_be_a_file_and_what_is_none_is_refused(capsys, tmp_path):
+def test_a_profile_may_be_a_file_and_a_wrong_file_is_refused(capsys, tmp_path):
     path = tmp_path / "toy.json"
     PROFILE.save(path)
     _, document, _ = simulate(capsys, *TRAFFIC, "--profile", str(path), "--policies", "off", "--max-running", "8")
@@ -189,7 +189,7 @@ def test_a_profile_may_be_a_file_and_what_is_none_is_refused(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("path", sorted(PROFILES.glob("*.json")), ids=lambda path: path.stem)
-def test_the_shipped_profiles_are_whole_and_say_what_they_are(path):
+def test_the_shipped_profiles_are_complete_and_described(path):
     profile = load_profile(path.stem)
     assert {"device", "model", "draft"} <= profile.about.keys()
     assert profile.verify.is_stepped

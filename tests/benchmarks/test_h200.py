@@ -54,7 +54,7 @@ def test_a_step_that_drafts_costs_its_draft_steps_more():
     assert drafting - plain == pytest.approx(4 * one, rel=0.01)
 
 
-def test_the_mean_first_token_of_prompts_in_a_row_comes_after_half_of_them():
+def test_the_prefill_floor_is_the_mean_wait_of_prompts_one_after_another():
     alone = table_report.prefill_floor_ms(MODELS | {"prefill": [1, 2048]})
     assert alone == pytest.approx(38, abs=2)
     assert table_report.prefill_floor_ms(MODELS) == pytest.approx(8.5 * alone)
@@ -115,14 +115,14 @@ def test_the_steady_time_per_token_leaves_out_prompts_and_ends():
     assert table.steady_ms([[seen((1, 0.0), (1, 1.0)), seen((1, 2.0), (1, 3.0))]]) is None
 
 
-def test_a_request_that_got_too_little_spoils_the_run():
+def test_a_request_with_too_few_tokens_fails_the_run():
     short = Seen(0.0, wanted=8)
     short.add([1, 2], 1.0)
     with pytest.raises(RuntimeError, match="1 of 2 requests"):
         table.run_figures([Played([seen((1, 0.0), (1, 1.0)), short])], length=0)
 
 
-def test_steps_count_while_everybody_decodes():
+def test_steps_count_while_all_requests_decode():
     """Of five steps the first two bring first tokens and in the fourth a request ends."""
     names = ("steps", "step_seconds", "draft_seconds", "verify_seconds")
     steps = []
@@ -173,7 +173,7 @@ def test_a_row_says_where_the_time_goes():
     assert row["same_text"] == 3
 
 
-def test_the_best_length_meets_the_better_of_their_modes():
+def test_the_best_length_of_each_system_is_compared():
     (row,) = table_report.summarize(full_records())["speculation"]
     assert (row["faser_length"], row["faser_tpot_ms"]) == (4, 2.0)
     assert (row["vllm_length"], row["vllm_tpot_ms"]) == (4, 3.2)
@@ -224,7 +224,7 @@ def test_a_later_figure_replaces_an_earlier_one_and_the_rest_stays():
 
 
 @pytest.mark.parametrize("records", [[], [MODELS]])
-def test_nothing_measured_is_a_summary_too(records):
+def test_an_empty_journal_gives_an_empty_summary(records):
     summary = table_report.summarize(records)
     assert summary["off"] == summary["targets"] == []
     assert table_report.tables(summary) == ""
@@ -326,9 +326,10 @@ def test_a_second_start_finds_the_caches_warm(worker):
     assert found == [("off", "cold"), ("length 4", "cold"), ("length 4", "warm")]
 
 
-TINY = ["table", "--tiny", "--device", "cpu"]
-
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+TINY = ["table", "--tiny", "--device", "cpu"]
 
 
 def processes(sections, *flags):
@@ -359,18 +360,7 @@ def test_what_cannot_work_is_refused_at_once(flags, message, capsys, tmp_path):
 def test_two_commands_run_both_and_end_in_one_json_line(tmp_path, capsys, monkeypatch):
     """Tiny models on the CPU, and a vLLM that answers at once: every process, as on the GPU."""
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
-    given = [
-        "table",
-        "--tiny",
-        "--device",
-        "cpu",
-        "--folder",
-        str(tmp_path / "work"),
-        "--batches",
-        "2",
-        "--lengths",
-        "1",
-    ]
+    given = [*TINY, "--folder", str(tmp_path / "work"), "--batches", "2", "--lengths", "1"]
     given += [*write_fake_vllm(tmp_path), "--vllm-lengths", "2"]
     assert h200.main([*given, "--sections", "off"]) == 0
     assert h200.main([*given, "--sections", "speculation"]) == 0
@@ -389,18 +379,7 @@ def test_two_commands_run_both_and_end_in_one_json_line(tmp_path, capsys, monkey
 
 
 def test_a_process_that_dies_is_reported_and_the_others_run(tmp_path, capsys):
-    given = [
-        "table",
-        "--tiny",
-        "--device",
-        "cpu",
-        "--folder",
-        str(tmp_path / "work"),
-        "--batches",
-        "2",
-        "--sections",
-        "off",
-    ]
+    given = [*TINY, "--folder", str(tmp_path / "work"), "--batches", "2", "--sections", "off"]
     vllm = write_fake_vllm(tmp_path, "raise ImportError('no vLLM here')")
     assert h200.main([*given, *vllm]) == 1
     printed = capsys.readouterr().out

@@ -44,7 +44,7 @@ def test_faser_is_compared_with_the_best_of_the_others_and_every_single_length()
     assert not any("+ off" in line for line in lines)
 
 
-def test_what_is_taken_out_of_faser_is_out():
+def test_an_ablation_lacks_the_parts_taken_out():
     uneven = make_view(8, accepted=[2] * 4 + [190] * 4, tried=200)
     wide = Ablated("batch-wide", LADDER["batch-wide"]).lengths(uneven)
     assert np.unique(wide).size == 1
@@ -56,9 +56,9 @@ def test_what_is_taken_out_of_faser_is_out():
     assert not Ablated("+ off", LADDER["+ off"]).lengths(hopeless).any()
 
 
-@pytest.mark.parametrize(("name", "looks"), [("+ ragged", False), ("+ confidence", True)])
-def test_confidence_is_looked_at_only_where_it_is_part_of_it(name, looks):
+@pytest.mark.parametrize(("name", "checks"), [("+ ragged", False), ("+ confidence", True)])
+def test_confidence_is_checked_only_from_its_step_of_the_ladder_on(name, checks):
     view = make_view(1, accepted=190, tried=200)
     policy = Ablated(name, LADDER[name])
     policy.lengths(replace(view, cost=ProfiledCost(replace(H200, stop_seconds=0.0))))
-    assert (policy.stopping() is not None) == looks
+    assert (policy.stopping() is not None) == checks

@@ -19,7 +19,7 @@ ACCEPTANCE = Draw(0.75, 0.1)
 MACHINE = replace(TOY, max_running=16, max_batch_tokens=128, max_model_len=256)
 
 
-def test_the_router_takes_the_least_loaded_and_turns_among_equals():
+def test_the_router_takes_the_least_loaded_and_alternates_among_equals():
     router = Router(3)
     assert [router.choose() for _ in range(4)] == [0, 1, 2, 0]  # open: 2, 1, 1
     router.ended(2)
@@ -63,7 +63,7 @@ def test_replicas_share_the_work_and_every_request_ends():
     assert four == cluster(workload, "off", 4)
 
 
-def test_a_request_is_never_sent_to_a_replica_that_is_only_going_to_be_free():
+def test_the_router_does_not_know_ends_that_are_still_in_the_future():
     """The second request comes while the first one runs; the third when both have ended."""
     items = (Item(0.0, Blank(4), 2), Item(0.02, Blank(4), 2), Item(1.0, Blank(4), 2))
     run = cluster(Workload(items), "off", 2, acceptance=Draw(1.0))
@@ -71,7 +71,7 @@ def test_a_request_is_never_sent_to_a_replica_that_is_only_going_to_be_free():
     assert waited == pytest.approx([0.0185] * 3)
 
 
-def test_an_end_that_was_asked_for_leaves_a_partial_run():
+def test_a_stopped_cluster_leaves_a_partial_run():
     workload, asked = make_workload(50, rate=50.0), iter(range(1000))
     oracle = Known([1])
     replicas = [make_replica(MACHINE, "off", oracle) for _ in range(2)]
@@ -84,7 +84,7 @@ def test_an_end_that_was_asked_for_leaves_a_partial_run():
     assert play_fluid(MACHINE, table, 2, workload, "off", stopped=lambda: True).partial
 
 
-def test_sizes_are_dense_enough_and_end_with_the_most():
+def test_batch_sizes_of_the_table_end_with_the_largest():
     assert sizes_up_to(16) == [1, 2, 3, 4, 6, 8, 12, 16]
     assert sizes_up_to(20) == [1, 2, 3, 4, 6, 8, 12, 16, 20]
     assert sizes_up_to(1) == [1]
@@ -96,7 +96,7 @@ def measured(request):
     return request.param, measure_throughput(MACHINE, request.param, workload, ACCEPTANCE, 0)
 
 
-def test_the_pace_of_a_machine_is_what_its_profile_says(measured):
+def test_the_throughput_table_of_a_machine_follows_its_profile(measured):
     policy, table = measured
     if policy == "off":
         for size in (1, 4, 12, 16):
@@ -121,14 +121,14 @@ def test_the_flow_agrees_with_every_step(measured, rate):
     assert flow.about["busy_share"] == pytest.approx(exact.about["busy_share"], abs=0.1)
 
 
-def test_the_flow_is_full_where_every_step_says_so(measured):
+def test_the_flow_saturates_where_the_exact_simulation_does(measured):
     policy, table = measured
     workload = make_workload(300, rate=60.0, prompt=30, output=20)
     exact, flow = cluster(workload, policy, 3), play_fluid(MACHINE, table, 3, workload, policy)
     assert flow.seconds == pytest.approx(exact.seconds, rel=0.1)
 
 
-def test_a_flow_is_the_same_every_time_and_loses_what_no_replica_takes():
+def test_a_flow_is_deterministic_and_loses_requests_too_long_for_a_replica():
     workload = make_workload(50, rate=30.0)
     items = (*workload.items, Item(10.0, Blank(250), 20))
     table = measure_throughput(MACHINE, "off", workload, ACCEPTANCE, 0)

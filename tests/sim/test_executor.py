@@ -91,7 +91,7 @@ def request(index, prompt=4, output=3):
     return Request(id=str(index), prompt_token_ids=Blank(prompt), params=params, seed=index)
 
 
-def test_what_is_planned_ahead_admits_a_request_a_step_later():
+def test_planning_ahead_admits_a_request_one_step_later():
     items = (one(output=40), one(arrival=0.1, output=2))
     late, _ = simulate(Workload(items), "off", Known([1]))
     soon, _ = simulate(Workload(items), "off", Known([1]), runs_ahead=False)
@@ -117,7 +117,7 @@ def shared(profile: Profile, share: float) -> Profile:
 
 
 @pytest.mark.parametrize("runs_ahead", [True, False])
-def test_what_overlaps_takes_the_longer_of_both_and_its_share_of_the_shorter(runs_ahead):
+def test_an_overlapped_step_takes_the_longer_part_plus_a_share_of_the_shorter(runs_ahead):
     profile = shared(PROFILE, 0.25)
     # 1 token from the prompt; 1 from a step that drafts two; 2 from each that verifies one and drafts two, and the last
     workload = Workload((one(output=6),))
@@ -257,7 +257,7 @@ def test_outcomes_depend_neither_on_the_policy_nor_on_the_batch(acceptance, poli
 
 
 @pytest.mark.parametrize("policy", ["off", "fixed:3"])
-def test_a_small_pool_preempts_and_nobody_is_lost(policy):
+def test_a_small_pool_preempts_and_no_request_is_lost(policy):
     workload = make_workload(24, concurrency=8, prompt=20, output=40)
     oracle = Draw(0.7).oracle([item.category for item in workload.items], 0)
     whole, _ = simulate(workload, policy, oracle)
@@ -276,7 +276,7 @@ def test_a_request_beyond_the_pool_is_lost_with_a_reason():
 
 @pytest.mark.parametrize("policy", ["off", "fixed:3"])
 @pytest.mark.parametrize("concurrency", [None, 6])
-def test_a_quiet_reporter_says_less_and_does_the_same(policy, concurrency):
+def test_reporting_only_begins_and_ends_changes_no_record(policy, concurrency):
     workload = make_workload(50, rate=40.0, concurrency=concurrency)
     oracle = Draw(0.7).oracle([item.category for item in workload.items], 0)
     quiet, replica = simulate(workload, policy, oracle)
@@ -318,7 +318,7 @@ def test_drafts_stop_by_the_rule_of_the_plan(runs_ahead):
     replica.engine.scheduler.check()
 
 
-def test_noise_is_around_one_and_of_its_seed():
+def test_noise_has_mean_one_and_depends_on_its_seed():
     noise, same, other = Noise(0.1, 1), Noise(0.1, 1), Noise(0.1, 2)
     drawn = [noise() for _ in range(4000)]
     assert drawn == [same() for _ in range(4000)]

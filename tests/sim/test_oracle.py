@@ -46,7 +46,7 @@ def test_rates_have_the_mean_and_the_spread_asked_for():
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.0])
-def test_the_ends_of_the_scale_are_certain(rate):
+def test_rates_of_zero_and_one_are_certain(rate):
     assert agreement(Draw(rate).oracle(EVERYBODY, 0), 5, 500).mean() == rate
 
 
@@ -62,7 +62,7 @@ def test_a_drift_changes_the_rate_along_the_output():
     assert agrees[:, 380:420].mean() == pytest.approx(0.5, abs=0.02)
 
 
-def test_a_drawn_draft_is_right_as_often_as_it_is_sure():
+def test_the_confidence_of_drawn_drafts_is_calibrated():
     oracle = Draw(0.8).oracle(EVERYBODY, 0)
     sure, right = oracle.confidence(3, 0, 50_000), agreement(oracle, 3, 50_000)
     assert sure.mean() == pytest.approx(0.8, abs=0.01)
@@ -106,7 +106,7 @@ def test_the_shipped_sequences_are_those_of_their_readme():
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.8, 1.0])
-def test_the_rate_is_found_again_in_what_was_accepted(rate):
+def test_the_acceptance_rate_is_recovered_from_accepted_counts(rate):
     lengths = {1: 1000, 3: 2000, 4: 500}
     accepted = sum(count * sum(rate**t for t in range(1, length + 1)) for length, count in lengths.items())
     assert rate_of(round(accepted), lengths) == pytest.approx(rate, abs=1e-3)
@@ -145,13 +145,13 @@ def test_acceptance_is_named_on_the_command_line(tmp_path):
         ("", "cannot be read"),
     ],
 )
-def test_what_is_no_acceptance_is_refused(text, says):
+def test_a_wrong_acceptance_is_refused(text, says):
     with pytest.raises(ConfigError, match=says):
         parse_acceptance(text)
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{}", '{"version": 1}'])
-def test_what_is_no_document_is_refused(tmp_path, content):
+def test_a_file_that_is_not_a_document_is_refused(tmp_path, content):
     path = tmp_path / "a.json"
     path.write_text(content)
     with pytest.raises(ConfigError, match="--acceptance"):

@@ -13,7 +13,7 @@ MEASURED = Path(__file__).parents[2] / "docs" / "results" / "h200-policies" / "r
 
 
 @pytest.mark.parametrize("size", [4, 64])
-def test_simulated_loops_are_near_what_was_measured(tmp_path, size):
+def test_simulated_loops_are_near_the_measured_ones(tmp_path, size):
     document = json.loads(MEASURED.read_text())
     names = ("off", "fixed:3", "faser", "batch-wide")
     document["runs"] = [run for run in document["runs"] if run["concurrency"] == size and run["system"] in names]

@@ -16,7 +16,7 @@ from tests.oracle import OracleExecutor
 
 
 class Time:
-    """Passes only when somebody says so."""
+    """Virtual time: it passes only when told to."""
 
     def __init__(self) -> None:
         self.seconds = 100.0

@@ -28,7 +28,7 @@ def test_every_request_is_recorded_with_what_speculation_did():
     assert not engine.has_work
 
 
-def test_phases_are_all_of_the_time():
+def test_the_phases_add_up_to_the_duration_of_the_run():
     engine, played = run()
     assert played.phases["draft"] == pytest.approx(engine.stats.draft_seconds)
     assert played.phases["verify"] == pytest.approx(engine.stats.verify_seconds)
@@ -61,7 +61,7 @@ def test_the_second_run_of_an_engine_counts_only_itself():
     assert engine.executor.prepared == (3, 0)
 
 
-def test_a_closed_loop_keeps_so_many_open_and_ignores_arrivals():
+def test_a_closed_loop_keeps_its_concurrency_and_ignores_arrivals():
     _, played = run(size=20, concurrency=3)
     times = sorted([(record.arrival, 1) for record in played.records] + [(r.end, -1) for r in played.records])
     count, most = 0, 0
@@ -117,7 +117,7 @@ def test_progress_counts_up_to_all_requests():
     assert seen[-1] == 10
 
 
-def test_a_warm_up_is_short_and_comes_at_once_and_then_slowly():
+def test_a_warm_up_sends_short_requests_all_at_once_then_two_at_a_time():
     all_at_once, few = warm_ups_of(make_workload(40, 1.0), 3)
     assert [(item.arrival, item.max_tokens) for item in few.items] == [(0.0, 4), (0.0, 11), (0.0, 16)]
     assert few.items == all_at_once.items

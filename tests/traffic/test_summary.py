@@ -32,7 +32,7 @@ def test_the_figures_are_those_computed_by_hand():
     assert figures == pytest.approx(right)
 
 
-def test_what_a_system_does_not_tell_is_not_made_up():
+def test_a_value_that_a_system_does_not_report_is_none():
     told = summarize(Run("x", (Record(0, "", 5, 0.0, 0.5, 2.5, 5),), 2.5))
     for name in ("acceptance", "wasted_rows", "wasted_share", "mean_length", "goodput_share", "goodput_per_s"):
         assert told[name] is None
@@ -42,7 +42,7 @@ def test_what_a_system_does_not_tell_is_not_made_up():
     assert nothing["ttft_mean"] is None
 
 
-def test_drafts_count_as_judged_where_a_server_does_not_say_which_were():
+def test_acceptance_is_over_drafts_if_a_server_does_not_report_verified_ones():
     told = summarize(Run("x", (Record(0, "", 5, 0.0, 0.5, 2.5, 5, drafted=8, accepted=2),), 2.5))
     assert (told["acceptance"], told["wasted_rows"], told["wasted_share"]) == (0.25, 6, None)
 
@@ -73,7 +73,7 @@ def test_repeats_become_median_and_spread():
     assert group.figures["goodput_share"] is None
 
 
-def test_an_interrupted_repeat_counts_only_where_there_is_no_other():
+def test_an_interrupted_repeat_counts_only_if_all_are_interrupted():
     (group,) = group_runs([document_of(2.0), document_of(8.0, partial=True)])
     assert (group.repeats, group.partial, group.figures["seconds"].median) == (1, False, 2.0)
     (group,) = group_runs([document_of(8.0, partial=True)])

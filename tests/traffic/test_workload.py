@@ -41,7 +41,7 @@ def make(load=None, vocabulary=WORDS, **options):
 
 
 @pytest.mark.parametrize(("name", "count", "seconds"), [("azure-conv", 19366, 3501.7), ("azure-code", 8819, 3435.9)])
-def test_the_shipped_traces_are_whole(name, count, seconds):
+def test_the_shipped_traces_are_complete(name, count, seconds):
     rows = read_trace(name)
     assert len(rows) == count
     assert rows[0].arrival == 0
@@ -61,7 +61,7 @@ def test_the_shipped_traces_are_whole(name, count, seconds):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("compressed", [False, True])
-def test_traces_are_read_as_people_have_them(tmp_path, name, text, compressed):
+def test_traces_are_read_with_the_usual_column_names(tmp_path, name, text, compressed):
     path = tmp_path / (name + ".xz" if compressed else name)
     path.write_bytes(lzma.compress(text.encode()) if compressed else text.encode())
     rows = read_trace(str(path))
@@ -98,7 +98,7 @@ def test_a_wrong_trace_is_refused_with_the_line_and_the_reason(tmp_path, name, c
 
 
 @pytest.mark.parametrize("wanted", [150, 1000])
-def test_a_rate_above_the_trace_s_repeats_it_where_that_is_allowed(wanted):
+def test_a_rate_above_the_traces_repeats_requests_if_allowed(wanted):
     rows = [replace(row, arrival=row.arrival**2 / 99) for row in ROWS]  # ever fewer
     timing = Timing(duration=100, span=50, rate=wanted / 50)
     with pytest.raises(ConfigError, match="that part of the trace has 100"):
@@ -114,7 +114,7 @@ def test_a_rate_above_the_trace_s_repeats_it_where_that_is_allowed(wanted):
     assert early == pytest.approx(0.5, abs=0.06)
 
 
-def test_a_trace_that_is_not_there_is_refused_with_those_that_are():
+def test_a_missing_trace_is_refused_with_the_names_of_the_shipped_ones():
     with pytest.raises(ConfigError, match="azure-conv, azure-code"):
         read_trace("azure-chat")
 
@@ -155,7 +155,7 @@ def test_with_a_span_a_rate_leaves_requests_out():
     ("text", "mean"), [("poisson:4", 4), ("gamma:4:0.5", 4), ("gamma:4:8", 4), ("square:1:9:20", 5), ("ramp:0:10", 5)]
 )
 @pytest.mark.parametrize("factor", [1.0, 2.0])
-def test_processes_have_the_rate_they_say(text, mean, factor):
+def test_arrival_processes_have_their_mean_rate(text, mean, factor):
     arrivals = parse_arrivals(text)
     times = arrivals.times(2000.0, generator(), factor)
     assert arrivals.mean_rate(2000.0) == pytest.approx(mean, rel=1e-3)
@@ -214,7 +214,7 @@ def test_prompts_have_the_length_and_the_template_of_a_chat():
     assert workload.items[0].arrival == 0
 
 
-def test_a_short_text_has_others_of_its_kind_in_front_and_a_long_one_is_cut(tmp_path):
+def test_a_short_text_is_preceded_by_others_of_its_category_and_a_long_one_is_cut(tmp_path):
     path = tmp_path / "mine.txt"
     path.write_text("a bb ccc\n\ndddd eeeee ffffff\n\n\n")
     items = make(arrivals="poisson:9", prompts=str(path), prompt_len=(8, 8)).items
@@ -275,7 +275,7 @@ def test_the_rate_of_a_source_is_known():
         ({"trace": "azure-conv", "start": 1e6}, "no request between"),
     ],
 )
-def test_what_makes_no_workload_is_refused(options, says):
+def test_options_that_make_no_workload_are_refused(options, says):
     with pytest.raises(ConfigError, match=says):
         make(**options)
 
@@ -318,7 +318,7 @@ def test_a_workload_survives_its_file(tmp_path):
 def test_a_saved_workload_has_the_fields_that_scripts_for_other_systems_read(tmp_path):
     workload = make(requests=3)
     save_workload(workload, tmp_path / "w.jsonl")
-    lines = [json.loads(line) for line in (tmp_path / "w.jsonl").open()]
+    lines = [json.loads(line) for line in (tmp_path / "w.jsonl").read_text().splitlines()]
     for line, item in zip(lines, workload.items, strict=True):
         assert line["arrival"] == item.arrival
         assert line["prompt_token_ids"] == list(item.prompt_token_ids)

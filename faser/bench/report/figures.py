@@ -28,13 +28,13 @@ class Figure:
     better: int  # 1: more, -1: less, 0: neither
 
 
+def _quantiles(latency: str) -> tuple[Figure, ...]:
+    return tuple(Figure(f"{latency}_{name}", name, "seconds", -1) for name in ("mean", "p50", "p99"))
+
+
 SPEED = {
     "Output": (Figure("output_tokens_per_s", "tokens/s", "number", 1),),
-    "Latency per output token": (
-        Figure("latency_per_token_mean", "mean", "seconds", -1),
-        Figure("latency_per_token_p50", "p50", "seconds", -1),
-        Figure("latency_per_token_p99", "p99", "seconds", -1),
-    ),
+    "Latency per output token": _quantiles("latency_per_token"),
     "Goodput": (
         Figure("goodput_share", "of requests", "share", 1),
         Figure("goodput_per_s", "requests/s", "number", 1),
@@ -42,21 +42,9 @@ SPEED = {
     "Requests": (Figure("requests", "sent", "count", 0), Figure("lost", "lost", "count", -1)),
 }
 REST = {
-    "Time to first token": (
-        Figure("ttft_mean", "mean", "seconds", -1),
-        Figure("ttft_p50", "p50", "seconds", -1),
-        Figure("ttft_p99", "p99", "seconds", -1),
-    ),
-    "Time per output token": (
-        Figure("tpot_mean", "mean", "seconds", -1),
-        Figure("tpot_p50", "p50", "seconds", -1),
-        Figure("tpot_p99", "p99", "seconds", -1),
-    ),
-    "End to end": (
-        Figure("e2e_mean", "mean", "seconds", -1),
-        Figure("e2e_p50", "p50", "seconds", -1),
-        Figure("e2e_p99", "p99", "seconds", -1),
-    ),
+    "Time to first token": _quantiles("ttft"),
+    "Time per output token": _quantiles("tpot"),
+    "End to end": _quantiles("e2e"),
     "Speculation": (
         Figure("acceptance", "acceptance", "share", 0),
         Figure("mean_length", "mean length", "number", 0),
