@@ -178,7 +178,7 @@ def test_costs_that_cannot_be_trusted_get_short_drafts():
     class Unsure(ProfiledCost):
         error = 1.0
 
-    seen = {"accepted": np.array([990]), "judged": np.array([1000])}
+    seen = {"accepted": np.array([990]), "tried": np.array([1000])}
     sure, unsure = (replace(BatchView.alike(1, 100, kind(H200)), **seen) for kind in (ProfiledCost, Unsure))
     assert Adaptive().lengths(sure).max() > UNTRUSTED_LENGTH
     assert 0 < Adaptive().lengths(unsure).max() <= UNTRUSTED_LENGTH
