@@ -195,6 +195,7 @@ def _make_overlap(made: _Made, options: EngineOptions, cost: ProfiledCost | None
     if options.overlap == "on" and made.draft_model is None:
         raise ConfigError("overlap=on: there is no draft model to overlap with verification; give one, or leave it out")
     if options.overlap == "off" or made.draft_model is None or not made.device.splits:
+        _forget(made, "overlap")
         return None
     if options.overlap == "auto":
         if cost is None or not cost.splits:
@@ -202,8 +203,7 @@ def _make_overlap(made: _Made, options: EngineOptions, cost: ProfiledCost | None
         splits = worthwhile(cost)
         if not splits:
             log.info("overlap is off: by the profile it does not pay for any batch size")
-            if hasattr(made.executor, "forget_overlap"):
-                made.executor.forget_overlap()
+            _forget(made, "overlap")
             return None
         log.info("overlap may be used; SMs for drafting: %s", sorted(splits))
         if hasattr(made.executor, "prepare_overlap"):  # only an executor with graphs
@@ -217,6 +217,7 @@ def _make_exits(made: _Made, options: EngineOptions, cost: ProfiledCost | None) 
     """None without drafts and, for `auto`, without a profile that has the cost of an exit."""
     mode = options.early_exit
     has_price = cost is not None and cost.profile.exit_check is not None
+    _forget(made, "exits")
     if made.draft is None or mode == "off" or (mode == "auto" and not has_price):
         return None
     depths = made.device.exit_depths
@@ -229,7 +230,7 @@ def _make_exits(made: _Made, options: EngineOptions, cost: ProfiledCost | None) 
 
 
 def _prepare_exits(made: _Made, mode: str, cost: ProfiledCost | None) -> tuple[float, ...]:
-    """The depths at which an exit can pay (`on`: all of them). Their graphs are captured, all others given up."""
+    """The depths at which an exit can pay (`on`: all of them). Their graphs are captured."""
     num_layers, depths = made.target.num_layers, made.device.exit_depths
     if mode == "auto":
         assert cost is not None
@@ -238,12 +239,18 @@ def _prepare_exits(made: _Made, mode: str, cost: ProfiledCost | None) -> tuple[f
         most = made.limits.max_running
         depths = tuple(d for d in depths if can_pay(cost, int(d * num_layers), num_layers, most, length))
     layers = [layer for layer in layers_at(depths, num_layers) if layer]
-    executor: Any = made.executor
-    executor.forget_exits()
     if layers:
+        executor: Any = made.executor
         with progress_bar("capturing graphs for early exit") as update:
             executor.prepare_exits(layers, update)
     return depths
+
+
+def _forget(made: _Made, mechanism: str) -> None:
+    """Give up the graphs that were captured to measure a mechanism."""
+    forget = getattr(made.executor, f"forget_{mechanism}", None)
+    if forget is not None:
+        forget()
 
 
 def measure_profile(pair: LoadedPair, options: EngineOptions, budget: float | None = None) -> tuple[Profile, float]:

@@ -53,16 +53,14 @@ class CudaEarlyExit:
         yield from self._draft(step, rule)
         step.events.drafted()
         step.num_verified = self._verifier.resampler.prune(plan, step.num_drafted)
-        shape = None
+        exiting = None
         if step.num_verified.any():
             exiting = Exiting(rule, step.num_verified, int(plan.num_rows.sum()))
             if rule.needs_confidence:
                 yield
                 self._drop_before(step, exiting)
-            self._verifier.set_requests(plan, step.num_verified)
-            shape = yield from self._launch_parts(step, rule, exiting)
-        else:
-            self._verifier.set_requests(plan, step.num_verified)
+        self._verifier.set_requests(plan, step.num_verified)
+        shape = (yield from self._launch_parts(step, rule, exiting)) if exiting is not None else None
         if shape is None:
             shape = self._verifier.launch_requests(plan, step.num_verified)
         step.events.verified()
