@@ -271,8 +271,8 @@ def test_the_page_opens_on_a_time_line_that_exists(runs: list[RunDocument], open
     at = made.loads[made.chosen]
     assert (made.seen[made.traced].name, at.load.rate) == opens
     assert made.seen[made.traced].name in at.timelines
-    checked = {a["id"] for tag, a in reading(page.render(page)).tags if tag == "input" and "checked" in a}
-    assert checked == {f"load-{page.chosen}", f"system-{page.traced}"}
+    checked = {a["id"] for tag, a in reading(page.render(made)).tags if tag == "input" and "checked" in a}
+    assert checked == {f"load-{made.chosen}", f"system-{made.traced}"}
 
 
 def test_systems_without_a_time_line_are_crossed_out_and_say_why() -> None:
