@@ -223,7 +223,7 @@ class Bounds:
 
     def engine_with(self, name: str) -> Engine:
         if HAS_BOUND:
-            self._engine.scheduler.pace = self._pace if name == "on" else None
+            self._engine.scheduler.drafts.pace = self._pace if name == "on" else None
         return self._engine
 
 
