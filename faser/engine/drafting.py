@@ -157,7 +157,7 @@ class DraftPlanner:
         return lengths
 
     def fit_target_pages(self, slots: IntArray, begin: IntArray, num_judged: IntArray, lengths: IntArray) -> IntArray:
-        """Reserve pages for the `num_judged` [B] drafts to verify. If pages are short nobody drafts."""
+        """Reserve pages for `num_judged` [B] drafts to verify. If short, nobody drafts: better than to preempt."""
         return lengths if self._target_pages.reserve(slots, begin + num_judged) else np.zeros_like(lengths)
 
     def fit_draft(

@@ -55,8 +55,7 @@ class Acceptance:
 
     def request_rates(self, view: BatchView) -> FloatArray:
         """[B] one rate for all positions of a request."""
-        own = (view.accepted + REQUEST_PRIOR_WEIGHT * self.mean) / (view.tried + REQUEST_PRIOR_WEIGHT)
-        return _bounded(own)
+        return _bounded((view.accepted + REQUEST_PRIOR_WEIGHT * self.mean) / (view.tried + REQUEST_PRIOR_WEIGHT))
 
     def position_rates(self, view: BatchView, depth: int | None = None) -> FloatArray:
         """[B, depth] of each request and position; their cumulative product is the survival of its draft."""

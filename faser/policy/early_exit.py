@@ -167,7 +167,7 @@ class EarlyExit:
 
 
 def can_pay(cost: ProfiledCost, layer: int, num_layers: int, max_requests: int, length: int | None = None) -> bool:
-    """Whether `auto` could exit behind a layer at any load. Drafts have `length` tokens; None: the fastest length."""
+    """Whether `auto` could exit behind a layer at some load. Drafts have `length` tokens; None: the fastest length."""
     exits = EarlyExit("auto", num_layers, cost)
     for size in (each for each in BATCH_SIZES if each <= max_requests):
         context = np.full(size, CONTEXT)

@@ -38,7 +38,7 @@ class MeasuredGain:
         self._comparisons: dict[int, _Comparison] = {}
 
     def allows(self, num_requests: int, expected_gain: float, error: float) -> bool:
-        """Whether a batch may draft that should be `expected_gain` times as fast. `error`: mean of predictions."""
+        """Whether to draft for an expected factor in speed. `error`: mean error of predicted seconds, as a share."""
         return is_trusted(expected_gain, error) or self._comparison(num_requests).allows
 
     def rules_out(self, num_requests: int) -> bool:

@@ -54,7 +54,7 @@ class ExitRule:
 
     points: tuple[ExitPoint, ...]
     is_trial: bool = False
-    # row counts at which a forward becomes dearer: drafts stay if dropping them reaches no smaller one; (): all are
+    # row counts at which a forward becomes dearer: drafts stay if dropping them reaches no smaller one; (): each
     row_sizes: tuple[int, ...] = ()
     predicted: float = 0.0  # seconds it should save
 

@@ -20,7 +20,7 @@ MIN_CONFIDENCE, MAX_CONFIDENCE = 1e-4, 1 - 1e-4  # confidences are clipped, so t
 
 @dataclass(frozen=True)
 class Stopping:
-    """One more token for requests below their length, while price × expected tokens > seconds; all end together."""
+    """Draft another token, for all requests below their length at once, while price × expected tokens > seconds."""
 
     rates: FloatArray  # [B, depth] by index in the plan: P(token accepted | all before it in the draft accepted)
     seconds: FloatArray  # [depth] cost of one more token, by the number of tokens already drafted
