@@ -153,7 +153,7 @@ def main() -> None:
     print("batch length  ms/token  step ms  floor  draft  verify   gap  plan  tokens/step")
     for batch in batches:
         for length in lengths:
-            engine.scheduler.policy = Fixed(length)
+            engine.scheduler.drafts.policy = Fixed(length)
             run_batch(engine, batch, args.prompt, 32)
             found = run_batch(engine, batch, args.prompt, args.output)
             found["floor_ms"] = step_floor_ms(models, batch, length)

@@ -217,13 +217,13 @@ class Bounds:
 
     def __init__(self, engine: Engine, asked: Sequence[str]) -> None:
         self._engine = engine
-        self._pace = getattr(engine.scheduler, "pace", None)
+        self._pace = engine.scheduler.drafts.pace if HAS_BOUND else None
         self.names = [name for name in asked if name == "off" or self._pace is not None]
         self.bound_ms = None if self._pace is None else 1e3 * self._pace.max_seconds
 
     def engine_with(self, name: str) -> Engine:
         if HAS_BOUND:
-            self._engine.scheduler.pace = self._pace if name == "on" else None
+            self._engine.scheduler.drafts.pace = self._pace if name == "on" else None
         return self._engine
 
 

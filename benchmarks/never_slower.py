@@ -80,7 +80,7 @@ def compare(
         rates, work, outputs = {}, {}, {}
         for name in (off, other) if turn % 2 else (other, off):
             engine = llm._open_engine()
-            engine.scheduler.policy = policies[name]
+            engine.scheduler.drafts.policy = policies[name]
             before = engine.stats.drafted
             started, computed = perf_counter(), process_time()
             outputs[name] = []

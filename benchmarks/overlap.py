@@ -99,7 +99,7 @@ def measure(
     output = args.output
     cost = fresh_cost(engine)  # learned factors of earlier lines are dropped
     if cost is not None:
-        engine.cost = engine.scheduler.cost = cost
+        engine.cost = engine.scheduler.drafts.cost = cost
     split = best_split(cost, batch) if args.split is None else args.split
     worth = worthwhile(cost) if cost is not None else set()
     how = {
@@ -108,7 +108,7 @@ def measure(
         "lead": lambda: Watched("on", leads=True, draft_sms=split),
     }
     chooser = how[overlap]() if overlap in how else None
-    engine.scheduler.policy, engine.scheduler.overlap = policy, chooser
+    engine.scheduler.drafts.policy, engine.scheduler.overlap = policy, chooser
     run_batch(engine, batch, PROMPT, max(12, output // 2), prompts=args.prompts)
     before = replace(engine.stats)
     if chooser is not None:
@@ -159,12 +159,12 @@ def predict(
 
 def best_split(cost: ProfiledCost | None, batch: int) -> int:
     """SMs of the drafting with which the most of HIDDEN drafts is hidden behind the verification."""
-    if cost is None or not cost.splits:
+    if cost is None or not cost.overlap.splits:
         return 0
     context = batch * PROMPT
     verify = float(cost.verify(batch * (HIDDEN + 1), context))
     draft = float(cost.first_draft(batch, context)) + HIDDEN * float(cost.next_draft(batch, context))
-    return max(cost.splits, key=lambda split: cost.hidden(draft, verify, batch, split))
+    return max(cost.overlap.splits, key=lambda split: cost.overlap.hidden(draft, verify, batch, split))
 
 
 def play(engine: Engine, args: argparse.Namespace) -> Iterator[Line]:

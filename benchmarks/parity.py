@@ -142,7 +142,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer, count: int) -> Texts:
 
 def write(engine: Engine, length: int, prompts: Texts, tokens: int, temperature: float = 0.0) -> Texts:
     """One text per prompt, end tokens ignored, in a batch that changes."""
-    engine.scheduler.policy = Fixed(length)
+    engine.scheduler.drafts.policy = Fixed(length)
     params = SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=True)
     texts: Texts = [[] for _ in prompts]
     for i, prompt in enumerate(prompts):

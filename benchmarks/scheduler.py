@@ -81,8 +81,8 @@ def main() -> None:
         result = answer(plan, random)
         answered = time.process_time()
         scheduler.commit(plan, result)
-        if scheduler.pace is not None:
-            scheduler.pace.learn(plan, STEP, STEP.total)
+        if scheduler.drafts.pace is not None:
+            scheduler.drafts.pace.learn(plan, STEP, STEP.total)
         if plan.samples.all() and plan.slots.size == args.requests:
             plan_seconds.append(planned - started)
             commit_seconds.append(time.process_time() - answered)

@@ -198,7 +198,7 @@ def _make_overlap(made: _Made, options: EngineOptions, cost: ProfiledCost | None
         _forget(made, "overlap")
         return None
     if options.overlap == "auto":
-        if cost is None or not cost.splits:
+        if cost is None or not cost.overlap.splits:
             return None  # the profile has no figures for it
         splits = worthwhile(cost)
         if not splits:

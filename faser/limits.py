@@ -1,7 +1,4 @@
-"""Sizes that bound a step: what a scheduler and its executor agree on, and how long drafts may be.
-
-Imports nothing of the project but errors: the policies, the engine and the runtime all read it.
-"""
+"""Sizes that bound a step: what a scheduler and its executor agree on, and how long drafts may be."""
 
 from __future__ import annotations
 

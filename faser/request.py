@@ -132,10 +132,8 @@ class SamplingParams:
 
     def _check_grammar_ends(self) -> None:
         """The output must be able to end: behind a complete text, a grammar allows the end tokens alone."""
-        if self.grammar is None:
-            return
-        for name, given in (("min_tokens", self.min_tokens > 0), ("ignore_eos", self.ignore_eos)):
-            if given:
+        for name in ("min_tokens", "ignore_eos"):
+            if self.grammar is not None and getattr(self, name):
                 raise InvalidRequest(
                     f"{name}={getattr(self, name)!r} cannot be combined with a grammar, which says where the output "
                     "ends; remove it"

@@ -51,8 +51,6 @@ class StepPlan:
     A plan made while the step before it runs counts on all drafts of that step. Requests with drafts in that step are
     `unsettled`. `settle` corrects their numbers when the result is known; a device that runs ahead corrects them
     itself.
-
-    Each optional mechanism is one field.
     """
 
     admitted: tuple[Admission, ...]
@@ -109,8 +107,7 @@ class StepPlan:
     @property
     def with_drafts(self) -> BoolArray:
         """[B] who has drafts, new or of an earlier step."""
-        drafts: BoolArray = (self.lengths if self.overlap is None else self.lengths + self.overlap.frontier) > 0
-        return drafts
+        return (self.lengths if self.overlap is None else self.lengths + self.overlap.frontier) > 0
 
     @cached_property
     def has_drafts(self) -> bool:
@@ -213,15 +210,12 @@ class StepSeconds:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a plan, in the plan's order. Arrays are [B].
-
-    token_ids is flat: the accepted tokens and the bonus of each request that samples.
-    """
+    """The result of a plan, in the plan's order. Arrays are [B]."""
 
     num_drafted: IntArray
     num_verified: IntArray
     num_accepted: IntArray
-    token_ids: IntArray
+    token_ids: IntArray  # flat: the accepted tokens and the bonus of each request that samples
     logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)  # by index in the plan
     failures: Mapping[int, str] = field(default_factory=dict)  # by index in the plan: why a request cannot go on
     seconds: StepSeconds = StepSeconds()

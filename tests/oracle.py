@@ -279,9 +279,9 @@ class World:
             return False
         self.plans.append(plan)
         self.receive(self.scheduler.commit(plan, self.executor.execute(plan)).progress)
-        if self.scheduler.pace is not None:
+        if self.scheduler.drafts.pace is not None:
             spent = self.seconds(plan)
-            self.scheduler.pace.learn(plan, spent, spent.total)
+            self.scheduler.drafts.pace.learn(plan, spent, spent.total)
         return True
 
     def drain(self, most_steps: int = 10_000) -> None:

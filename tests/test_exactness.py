@@ -154,7 +154,7 @@ def test_a_bound_that_no_step_can_keep_changes_no_token(pair, draft_kind):
     arrivals = {request.id: number for number, request in enumerate(requests)}
     engine = make_engine(target, draft if draft_kind == "model" else "ngram", RandomLengths(seed=3), max_step_ms=0.001)
     assert_equal(serve(engine, requests, arrivals), right)
-    assert engine.scheduler.pace.prompts.per_row > 0, "it learned"
+    assert engine.scheduler.drafts.pace.prompts.per_row > 0, "it learned"
 
 
 @pytest.mark.parametrize("draft_kind", ["model", "ngram"])

@@ -174,7 +174,7 @@ def test_a_bad_option_is_refused_by_name(options, says):
 @pytest.mark.parametrize(("given", "seconds"), [({}, 0.3), ({"max_step_ms": 80}, 0.08), ({"max_step_ms": 0}, None)])
 def test_a_step_on_a_cpu_is_bounded_by_300_ms_unless_the_user_says_otherwise(given, seconds):
     with LLM(make_model(), device="cpu", **given) as llm:
-        pace = llm.engine.scheduler.pace
+        pace = llm.engine.scheduler.drafts.pace
         assert (None if pace is None else pace.max_seconds) == seconds
 
 

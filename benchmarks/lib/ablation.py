@@ -12,6 +12,7 @@ import numpy as np
 
 from faser.arrays import IntArray
 from faser.bench.systems import PolicySystem
+from faser.cost.profiled_cost import ProfiledCost
 from faser.policy.adaptive import DEPTH, Adaptive
 from faser.policy.base import BatchView
 from faser.policy.early_exit import EarlyExit
@@ -107,9 +108,8 @@ class Ablated(Adaptive):
 class _WithoutChecks:
     """A cost without confidence checks."""
 
-    stop_seconds = None
-
-    def __init__(self, cost: object) -> None:
+    def __init__(self, cost: ProfiledCost) -> None:
+        self.profile = replace(cost.profile, stop_seconds=None)
         self._cost = cost
 
     def __getattr__(self, name: str) -> object:

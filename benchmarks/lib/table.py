@@ -238,7 +238,7 @@ class FaserPlayer:
     def prepare(self, length: int) -> None:
         from faser.policy import Fixed
 
-        self.engine.scheduler.policy = Fixed(length)
+        self.engine.scheduler.drafts.policy = Fixed(length)
         if self.on_gpu and length:
             executor: Any = self.engine.executor
             executor.prepare(length)

@@ -58,24 +58,21 @@ class OverlapCost:
 
     def __init__(self) -> None:
         self._factors: dict[int, float] = {}  # measured / profiled seconds of both at once, by SMs of the drafting
-        self._profiles: dict[int, OverlapProfile] = {}
-        self._profiled_await = self.await_seconds = 0.0
-        self._num_waits = PROFILE_WAITS
+        self.adopt((), 0.0)
 
     def adopt(self, profiles: Iterable[OverlapProfile], await_seconds: float) -> None:
         self._profiles = {each.draft_sms: each for each in profiles}
+        # added to a step that cannot begin before the result of the step before it is known
         self._profiled_await = self.await_seconds = await_seconds
         self._num_waits = PROFILE_WAITS
 
     @property
     def splits(self) -> tuple[int, ...]:
+        """Numbers of SMs that drafting may have to itself, as profiled; 0: all are shared."""
         return tuple(self._profiles)
 
-    def hidden(self, draft: float, verify: float, requests: int, draft_sms: int) -> float:
-        """draft + verify - seconds of both at once; negative where overlapping is slower.
-
-        0 for more requests than were measured.
-        """
+    def hidden(self, draft: float, verify: float, requests: int, draft_sms: int = 0) -> float:
+        """draft + verify - seconds of both at once, which may be negative; 0 for more requests than were measured."""
         profile = self._profiles.get(draft_sms)
         if profile is None or requests > profile.share.max_rows:
             return 0.0
@@ -89,10 +86,7 @@ class OverlapCost:
         return self.hidden(draft, verify, int(np.count_nonzero(plan.lengths)), plan.overlap.draft_sms)
 
     def learn(self, plan: StepPlan, spent: StepSeconds, lead: float, draft: float, verify: float) -> None:
-        """Correct the seconds of both at once, given the predicted seconds of each part.
-
-        Steps with prompts teach nothing: they are verified on the whole device.
-        """
+        """Correct the seconds of both at once. Steps with prompts teach nothing: the whole device verifies them."""
         if plan.overlap is None:
             return
         split, requests = plan.overlap.draft_sms, int(np.count_nonzero(plan.lengths))

@@ -1,6 +1,6 @@
 """Predicts the seconds of steps from a profile, and corrects itself by the steps that run.
 
-Knows plans and seconds, no tensors: the policies and the simulator use it. Three things are corrected: the speed of
+Knows plans and seconds, no tensors. The policies and the simulator use it. Three things are corrected: the speed of
 each model (one factor), the seconds of verifications by rows (a smooth curve), and the seconds of the host. What
 overlapping takes is corrected in overlap.py.
 """
@@ -16,7 +16,6 @@ from faser.arrays import FloatArray, IntArray
 from faser.cost.curve import Context, Rows, Table, look_up
 from faser.cost.overlap import OverlapCost
 from faser.cost.profile import Profile
-from faser.cost.work import work_of
 from faser.step import StepPlan, StepSeconds
 
 SPEED_DECAY = 0.98  # of the speed factors and the host's seconds, at every step: half-life 34 steps
@@ -26,6 +25,7 @@ DEVIATION_RATE = 0.03  # share of a step's log error, less the common one, that 
 MAX_DEVIATION_ERROR = 0.5  # bound of one step's log error
 TABLE_INTERVAL = 16  # steps between two updates of the corrected table
 MAX_FACTOR = 4.0  # bound of the speed factors of a measured profile
+MAX_STEADY_LAG = 2  # context tokens a draft computes first in steady state: the bonus, and the last draft if accepted
 
 
 class _Trust(NamedTuple):
@@ -49,7 +49,7 @@ class ProfiledCost:
 
     def __init__(self, profile: Profile) -> None:
         self.host = profile.host  # seconds of every step outside both models
-        self._overlap = OverlapCost()
+        self.overlap = OverlapCost()
         self.adopt(profile)
 
     def adopt(self, profile: Profile) -> None:
@@ -58,7 +58,7 @@ class ProfiledCost:
         self.profile = profile
         self.error = profile.errors.get("verify", trust.error)  # mean error of recent predictions, as a share
         self._target, self._draft = _Speed(trust), _Speed(trust)
-        self._overlap.adopt(profile.besides, profile.await_seconds)
+        self.overlap.adopt(profile.besides, profile.await_seconds)
         sizes = profile.verify.rows if profile.verify.is_stepped else ()
         self.row_sizes: IntArray = np.array(sizes, dtype=np.int64)  # of a verification's graphs; none: every row counts
         # more rows than the graphs of decoding have run as steps with prompts do
@@ -66,21 +66,6 @@ class ProfiledCost:
         tables = zip(profile.verify.table, profile.prompts.table, strict=True)
         seconds, per_token = (np.concatenate((mine, others[beyond])) for mine, others in tables)
         self._decoding = _Deviations((seconds, per_token))
-
-    @property
-    def stop_seconds(self) -> float | None:
-        """Of a confidence check between two drafted tokens; None: checks are not possible."""
-        return self.profile.stop_seconds
-
-    @property
-    def splits(self) -> tuple[int, ...]:
-        """Numbers of SMs that drafting may have to itself beside a verification, as profiled; 0: all are shared."""
-        return self._overlap.splits
-
-    @property
-    def await_seconds(self) -> float:
-        """Added to a step that cannot begin before the result of the step before it is known."""
-        return self._overlap.await_seconds
 
     @property
     def factors(self) -> tuple[float, float]:
@@ -91,8 +76,7 @@ class ProfiledCost:
 
     def verify(self, rows: Rows, context: Context, prompt_rows: int = 0) -> FloatArray:
         """The target over `rows` rows of decoding requests, with `prompt_rows` beside them."""
-        seconds: FloatArray = self._target.factor * self._verify(rows, context, prompt_rows)
-        return seconds
+        return self._target.factor * self._verify(rows, context, prompt_rows)
 
     def exit_check(self, drafts: int) -> float:
         """Seconds of an early exit's check of `drafts` drafts."""
@@ -101,26 +85,20 @@ class ProfiledCost:
 
     def first_draft(self, requests: Rows, context: Context, rows: int = 0) -> FloatArray:
         """The draft's first token. `rows`: rows of that forward if any draft fell behind; 0: none did."""
-        seconds: FloatArray = self._draft.factor * self._first_draft(requests, context, rows)
-        return seconds
+        return self._draft.factor * self._first_draft(requests, context, rows)
 
     def next_draft(self, requests: Rows, context: Context) -> FloatArray:
         """Each further drafted token."""
-        seconds: FloatArray = self._draft.factor * self.profile.next_draft(requests, context)
-        return seconds
-
-    def hidden(self, draft: float, verify: float, requests: int, draft_sms: int = 0) -> float:
-        """Seconds that overlapping saves: draft + verify - both at once."""
-        return self._overlap.hidden(draft, verify, requests, draft_sms)
+        return self._draft.factor * self.profile.next_draft(requests, context)
 
     def parts(self, plan: StepPlan) -> StepSeconds:
         """Seconds of both models in the step."""
         lead, draft, verify = self._corrected(plan)
-        return StepSeconds(lead + draft, verify, self._overlap.hidden_in(plan, draft, verify))
+        return StepSeconds(lead + draft, verify, self.overlap.hidden_in(plan, draft, verify))
 
     def predict(self, plan: StepPlan) -> float:
         """Seconds of the step."""
-        return self.parts(plan).total + self.host + (self.await_seconds if plan.waits else 0.0)
+        return self.parts(plan).total + self.host + (self.overlap.await_seconds if plan.waits else 0.0)
 
     def _verify(self, rows: Rows, context: Context, prompt_rows: int) -> FloatArray:
         prompts = self.profile.prompts
@@ -155,12 +133,12 @@ class ProfiledCost:
 
     def learn(self, plan: StepPlan, spent: StepSeconds, seconds: float) -> None:
         """Take in what a step took: both models `spent`, where that was measured, and the whole step in `seconds`."""
-        self._overlap.forget(plan)
+        self.overlap.forget(plan)
         if plan.drafts_beside:
             if spent.total > 0:
-                self._overlap.learn(plan, spent, *self._corrected(plan))
+                self.overlap.learn(plan, spent, *self._corrected(plan))
                 if plan.waits:
-                    self._overlap.learn_wait(seconds - spent.total - self.host)
+                    self.overlap.learn_wait(seconds - spent.total - self.host)
             return
         _, draft, verify = self._profiled(plan)
         expected = self._draft.factor * draft + self._target.factor * verify
@@ -180,6 +158,31 @@ class ProfiledCost:
         if predicted > 0 and measured > 0:
             error = min(1.0, abs(math.log(measured / predicted)))
             self.error = ERROR_DECAY * self.error + (1 - ERROR_DECAY) * error
+
+
+class Work(NamedTuple):
+    """What a plan asks of the two models, in the terms of a profile."""
+
+    rows: int  # of decoding requests, drafts included
+    prompt_rows: int
+    context: int  # tokens that the target reads
+    num_drafting: int  # requests with rows in the draft's first forward
+    catch_up_rows: int  # rows of the draft's first forward if any draft fell behind; 0: none did
+    draft_context: int  # tokens that the draft reads
+
+
+def work_of(plan: StepPlan) -> Work:
+    num_decoding = int(np.count_nonzero(plan.samples & (plan.num_rows == 1)))
+    num_rows = int(plan.num_rows.sum())
+    longest = int(plan.draft_rows.max(initial=0))
+    return Work(
+        rows=num_decoding + int(plan.judged.sum()),
+        prompt_rows=num_rows - num_decoding,
+        context=num_rows + int(plan.start.sum()),
+        num_drafting=int(np.count_nonzero(plan.draft_rows)) if longest else 0,
+        catch_up_rows=int(plan.draft_rows.sum()) if longest > MAX_STEADY_LAG else 0,
+        draft_context=int((plan.draft_rows > 0) @ plan.num_tokens) if longest else 0,
+    )
 
 
 class _Speed:

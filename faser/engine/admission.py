@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
+from operator import attrgetter
 
 import numpy as np
 
 from faser.arrays import IntArray
-from faser.engine.open_request import OpenRequest
 from faser.engine.pages import PagePool
 from faser.engine.prefixes import Prefixes
 from faser.engine.prompt_pace import Room, turns
-from faser.engine.slots import SlotTable
+from faser.engine.slots import OpenRequest, SlotTable
 from faser.errors import InvalidRequest, RequestTooLong
 from faser.request import Request
 
@@ -42,30 +42,16 @@ def check_size(request: Request, max_model_len: int, target_pages: PagePool) -> 
 
 
 class AdmissionQueue:
-    """Waiting requests, oldest first."""
-
     def __init__(self, slots: SlotTable, target_pages: PagePool, prefixes: Prefixes) -> None:
-        self._waiting: deque[OpenRequest] = deque()
+        self.waiting: deque[OpenRequest] = deque()  # oldest first
         self._slots = slots
         self._target_pages = target_pages
         self._prefixes = prefixes
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __iter__(self) -> Iterator[OpenRequest]:
-        return iter(self._waiting)
-
-    def add(self, request: OpenRequest) -> None:
-        self._waiting.append(request)
-
-    def remove(self, request: OpenRequest) -> None:
-        self._waiting.remove(request)
-
     def put_back(self, request: OpenRequest) -> None:
         """A preempted request goes before all requests that came later."""
-        older = sum(other.number < request.number for other in self._waiting)
-        self._waiting.insert(older, request)
+        older = sum(other.number < request.number for other in self.waiting)
+        self.waiting.insert(older, request)
 
     def admit(self, reading: IntArray, room: Room, computed: set[bytes]) -> Iterator[tuple[OpenRequest, int]]:
         """Requests that leave the queue, each with its number of cached pages: those whose prompts get rows of a step.
@@ -77,7 +63,7 @@ class AdmissionQueue:
         """
         requests = [self._slots[slot] for slot in reading.tolist()]
         requests += self._candidates()
-        requests.sort(key=_number)
+        requests.sort(key=attrgetter("number"))
         left, context = self._rows_left(requests)
         has_rows: set[int] = set()
         for i, is_oldest in turns(left):
@@ -91,10 +77,10 @@ class AdmissionQueue:
             has_rows.add(i)
             left[i], context[i] = left[i] - rows, context[i] + rows
             if not request.runs:
-                is_head = request is self._waiting[0]
+                is_head = request is self.waiting[0]
                 num_found = self._reserve(request, overtakes=not is_head)
                 if num_found is not None:
-                    self._waiting.remove(request)
+                    self.waiting.remove(request)
                     yield request, num_found
                 elif is_head:
                     return
@@ -106,7 +92,7 @@ class AdmissionQueue:
     def _candidates(self) -> Iterator[OpenRequest]:
         """The oldest waiting requests, their pages looked for in the prefix cache. Takes a bounded time."""
         most = MAX_NAMED
-        for request in islice(self._waiting, MAX_CANDIDATES):
+        for request in islice(self.waiting, MAX_CANDIDATES):
             new = self._prefixes.num_unnamed(request)
             if new > most and most < MAX_NAMED:
                 return
@@ -129,18 +115,14 @@ class AdmissionQueue:
         the queue a slot and the pages of its whole context.
         """
         pool = self._target_pages
-        if self._slots.num_free <= overtakes:
+        if len(self._slots.free) <= overtakes:
             return None
-        num_kept = pool.pages_for(self._waiting[0].token_ids.size) if overtakes else 0
+        num_kept = pool.pages_for(self.waiting[0].token_ids.size) if overtakes else 0
         names, num_idle = self._prefixes.find(request)
         missing = pool.pages_for(request.token_ids.size) - len(names)
         if missing + self._slots.running.size + num_kept > pool.num_available - num_idle:
             return None
-        slot = self._slots.next_free
+        slot = self._slots.free[-1]
         pool.match(slot, names)
         pool.reserve(np.array([slot]), np.array([request.token_ids.size]))
         return len(names)
-
-
-def _number(request: OpenRequest) -> int:
-    return request.number

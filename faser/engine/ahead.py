@@ -75,13 +75,18 @@ class PlansInFlight:
         settled = flying.settled
         self.unsettled[settled.slots] = False
         if self._plans and settled.has_drafts:
-            self._settle(self._plans[0], settled, result)
+            settling = Settling.of(settled, result).spread(settled.slots, self._slots.max_running)
+            behind = self._plans[0]
+            behind.settled = behind.plan.settle(settling[behind.plan.slots])
         plan, result = self._without_ended(settled, result)
         emitted = plan.emitted(result)
         if not flying.is_advanced:
             self._move(plan, result, emitted)
         elif plan.has_drafts:
-            self._take_back(plan, Settling.of(plan, result))
+            settling = Settling.of(plan, result)
+            self._slots.num_tokens[plan.slots] -= settling.refused
+            self._slots.num_computed[plan.slots] -= settling.refused
+            self._drafts.take_back(plan, settling)
         return Landed(settled, plan, result, emitted)
 
     def clear(self) -> None:
@@ -93,7 +98,7 @@ class PlansInFlight:
         if any(flying.has_slot[slot] for flying in self._plans):
             self.held.add(slot)
         else:
-            self._slots.free(slot)
+            self._slots.free.append(slot)
 
     def free_held(self) -> None:
         held, self.held = self.held, set()
@@ -108,15 +113,6 @@ class PlansInFlight:
     def _move(self, plan: StepPlan, result: StepResult, emitted: IntArray) -> None:
         self._slots.move(plan, emitted)
         self._drafts.move(plan, result)
-
-    def _take_back(self, plan: StepPlan, settling: Settling) -> None:
-        self._slots.num_tokens[plan.slots] -= settling.refused
-        self._slots.num_computed[plan.slots] -= settling.refused
-        self._drafts.take_back(plan, settling)
-
-    def _settle(self, behind: _PlanInFlight, plan: StepPlan, result: StepResult) -> None:
-        settling = Settling.of(plan, result).spread(plan.slots, self._slots.max_running)
-        behind.settled = behind.plan.settle(settling[behind.plan.slots])
 
     def _without_ended(self, plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:
         """Without the rows of requests that ended while the step ran."""

@@ -77,7 +77,7 @@ class DraftPlanner:
         prefixes: Prefixes,
     ) -> None:
         self.policy = policy
-        self.cost: ProfiledCost | None = None
+        self.cost: ProfiledCost | None = None  # what the policy may go by
         self.pace: StepPace | None = None
         self.overlap: OverlapState | None = None
         self._limits = limits
@@ -87,10 +87,7 @@ class DraftPlanner:
         self._prefixes = prefixes
 
     def plan(self, slots: IntArray, num_prefill_rows: int, unsettled: BoolArray) -> Drafting:
-        """What these decoding requests draft beside `num_prefill_rows` prompt rows.
-
-        `unsettled` [B]: requests whose last tokens a step in flight may still take back.
-        """
+        """What decoding requests draft. `unsettled` [B]: a step in flight may still take back their last tokens."""
         if self.overlap is not None:
             return self.overlap.plan(slots, num_prefill_rows, unsettled)
         begin = self._slots.num_tokens[slots]
@@ -103,6 +100,7 @@ class DraftPlanner:
         return self.with_stopping(drafting)
 
     def teach_policy(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        """Tell the policy what a committed step brought and how long it took."""
         policy, overlap, samples = self.policy, self.overlap, plan.samples
         if not samples.any() or not (policy.learns or overlap is not None):
             return
@@ -146,14 +144,10 @@ class DraftPlanner:
             raise EngineError(
                 f"policy {self.policy.name!r} gave {lengths!r}; expected {view.num_requests} integers of at least 0"
             )
-        capped: IntArray = np.minimum(lengths, view.limit)
-        return capped
+        return np.minimum(lengths, view.limit)
 
     def fit_rows(self, lengths: IntArray, num_others: int, num_prefill_rows: int) -> IntArray:
-        """Cap lengths to the rows of a step, of which `num_others` belong to no draft.
-
-        Prompts keep a quarter of the rows, so that drafts never starve arrivals.
-        """
+        """Cap lengths to the rows of a step, less `num_others`. Prompts keep a quarter: drafts do not starve them."""
         budget = self._limits.max_batch_tokens
         room = max(0, budget - num_others - min(num_prefill_rows, max(1, budget // 4)))
         cap = int(lengths.max())
@@ -163,19 +157,13 @@ class DraftPlanner:
         return lengths
 
     def fit_target_pages(self, slots: IntArray, begin: IntArray, num_judged: IntArray, lengths: IntArray) -> IntArray:
-        """Reserve target pages for the `num_judged` [B] new drafts that this step verifies.
-
-        Where pages are short no request drafts, which is better than to preempt.
-        """
+        """Reserve pages for `num_judged` [B] drafts to verify. If short, nobody drafts: better than to preempt."""
         return lengths if self._target_pages.reserve(slots, begin + num_judged) else np.zeros_like(lengths)
 
     def fit_draft(
         self, slots: IntArray, begin: IntArray, lengths: IntArray, beside_prompts: bool, unsettled: BoolArray
     ) -> Drafting:
-        """Reserve draft pages and share out the rows to catch up with.
-
-        A request that cannot have its pages, or cannot catch up yet, drafts nothing.
-        """
+        """Reserve draft pages and rows to catch up. Requests without pages, or not caught up then, draft nothing."""
         if self._draft_pages is None:
             return Drafting(lengths, np.zeros_like(lengths))
         computed = self._slots.draft_computed
@@ -210,10 +198,8 @@ class DraftPlanner:
             self.overlap.clear(slot)
 
     def move(self, plan: StepPlan, result: StepResult) -> None:
-        """Set the draft's position after a step; the target's has been set.
-
-        The draft computed all its tokens but the last. KV of rejected tokens, and of tokens behind them, is void.
-        """
+        """Set the draft's position after a step; the target's is set. KV from the first rejected token on is void."""
+        # the draft computed all its tokens but the last
         computed = plan.draft_start + plan.draft_rows + np.maximum(result.num_drafted - 1, 0)
         valid = np.minimum(computed, self._slots.num_tokens[plan.slots] - 1)
         self._slots.draft_computed[plan.slots] = np.where(plan.samples, valid, computed)
@@ -221,10 +207,7 @@ class DraftPlanner:
             self.overlap.move(plan, result)
 
     def take_back(self, plan: StepPlan, settling: Settling) -> None:
-        """Correct the draft's position after a step that was counted on; the target's has been corrected.
-
-        It may be lower already: pages may have been taken from the draft meanwhile.
-        """
+        """Correct the draft's position after a step that was counted on. It is lower already if pages were taken."""
         if self.overlap is not None:
             self.overlap.take_back(plan, settling)
             return
@@ -239,10 +222,7 @@ class DraftPlanner:
     # ── pages and rows of the draft ──────────────────────────────────────────────────────────────────────────────────
 
     def _grant(self, slots: IntArray, rows: IntArray, needed: IntArray) -> BoolArray:
-        """Reserve draft pages for the oldest requests that have rows.
-
-        The newest give theirs up, so that at least the oldest catches up.
-        """
+        """Reserve draft pages for the oldest requests with rows. The newest give theirs up: the oldest catches up."""
         assert self._draft_pages is not None
         granted = np.zeros(slots.size, dtype=np.bool_)
         wanting = np.flatnonzero(rows).tolist()
@@ -264,10 +244,7 @@ class DraftPlanner:
             self._prefixes.release_draft(slot)
 
     def _share_catch_up(self, rows: IntArray, start: IntArray, beside_prompts: bool) -> IntArray:
-        """Cut the draft's rows to what a step has room for. Returns the same array where no request is late.
-
-        Requests that kept up come first: they wait for no long catch-up. The others share the rest as prompts do.
-        """
+        """Cut the draft's rows to the room of a step, requests that kept up first. The same array if none is late."""
         most = self._limits.max_batch_tokens
         if rows.sum() <= most and (self.pace is None or rows.max() <= KEPT_UP):
             return rows

@@ -14,8 +14,8 @@ from typing import Protocol, runtime_checkable
 
 from faser.cost.profiled_cost import ProfiledCost
 from faser.cost.step_cost import StepCost
-from faser.engine.open_request import StopChecker
 from faser.engine.scheduler import Scheduler
+from faser.engine.slots import StopChecker
 from faser.engine.stats import EngineStats
 from faser.policy.early_exit import EarlyExit
 from faser.request import FinishReason, Progress, Request
@@ -38,22 +38,18 @@ class AsyncExecutor(Protocol):
 
     def collect(self) -> StepResult:
         """Wait for the result of the oldest plan submitted."""
-        ...
 
     def finish_launch(self) -> None:
         """Enqueue the rest of the plan submitted last, where that had to wait for something only the host can do."""
-        ...
 
     def may_run_ahead(self, plan: StepPlan) -> bool:
         """Whether another plan may be submitted before the result of this one is collected.
 
         The executor then takes back rejected drafts itself, from the `unsettled` requests of the next plan.
         """
-        ...
 
     def discard(self) -> None:
         """Forget all plans that were submitted and not collected."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -167,9 +163,9 @@ class Engine:
         is_trial = self._learn_exits(executed, plan, result)
         if not is_trial:  # a trial takes longer than other steps
             self.cost.learn(plan, result.seconds, seconds)
-            if self.scheduler.pace is not None:
-                self.scheduler.pace.learn(plan, result.seconds, seconds)
-        self.scheduler.teach_policy(plan, result, seconds)
+            if self.scheduler.drafts.pace is not None:
+                self.scheduler.drafts.pace.learn(plan, result.seconds, seconds)
+        self.scheduler.drafts.teach_policy(plan, result, seconds)
 
     def abandon(self, reason: FinishReason = FinishReason.FAILED) -> list[Progress]:
         """End every open request; the engine is then empty and usable again."""

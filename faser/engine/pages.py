@@ -16,11 +16,11 @@ from hashlib import blake2b
 
 import numpy as np
 
-from faser.arrays import BoolArray, IntArray
+from faser.arrays import NONE, BoolArray, IntArray
 from faser.errors import EngineError
 from faser.step import PageWrites
 
-NO_WRITES = PageWrites(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
+NO_WRITES = PageWrites(NONE, NONE, NONE)
 
 
 def page_hash(previous: bytes, tokens: IntArray) -> bytes:
@@ -38,7 +38,7 @@ class PagePool:
         self.count: IntArray = np.zeros(max_slots, dtype=np.int64)
         self._caching = caching
         self._free: IntArray = np.arange(num_pages, dtype=np.int64)[::-1].copy()  # a stack: the first num_free are free
-        self._num_free = num_pages
+        self.num_free = num_pages  # neither held nor idle
         self._holders: IntArray = np.zeros(num_pages, dtype=np.int64)
         self._published: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
@@ -51,12 +51,7 @@ class PagePool:
     @property
     def num_available(self) -> int:
         """Pages that can be given out now, idle ones included."""
-        return self._num_free + len(self._idle)
-
-    @property
-    def num_free(self) -> int:
-        """Pages that are neither held nor idle."""
-        return self._num_free
+        return self.num_free + len(self._idle)
 
     @property
     def num_held(self) -> int:
@@ -82,10 +77,7 @@ class PagePool:
         return True
 
     def truncate(self, slots: IntArray, num_tokens: IntArray) -> None:
-        """Give back the pages beyond num_tokens [B]: they were reserved for drafts that were rejected.
-
-        They never hold committed tokens, so they are unpublished and held by one slot.
-        """
+        """Give back the pages beyond num_tokens [B]. They held rejected drafts alone: unpublished, held by one slot."""
         kept = -(-num_tokens // self.page_size)
         while (over := np.flatnonzero(self.count[slots] > kept)).size:
             slots, kept = slots[over], kept[over]
@@ -136,10 +128,7 @@ class PagePool:
             self._hash_of[page] = name
 
     def take_writes(self) -> PageWrites:
-        """The page-table entries written since the last call, for the executor's copy of the table.
-
-        An entry written twice is listed twice with its last value, so the order does not matter.
-        """
+        """Page-table entries written since the last call. One written twice is listed twice, with its last value."""
         if not self._writes:
             return NO_WRITES
         slots, columns = (np.concatenate(parts) for parts in zip(*self._writes, strict=True))
@@ -149,7 +138,7 @@ class PagePool:
     def check(self) -> None:
         """Raise EngineError unless every page is in exactly one state and the counts agree with the tables."""
         held = Counter(int(p) for slot, n in enumerate(self.count.tolist()) for p in self.table[slot, :n])
-        free = self._free[: self._num_free].tolist()
+        free = self._free[: self.num_free].tolist()
         idle = list(self._idle)
         problems = {
             "a page is lost or in two states": sorted([*held, *free, *idle]) != list(range(self.num_pages)),
@@ -172,16 +161,16 @@ class PagePool:
         return pages
 
     def _take(self, total: int) -> IntArray:
-        while self._num_free < total:
+        while self.num_free < total:
             page, _ = self._idle.popitem(last=False)
             del self._published[self._hash_of.pop(page)]
             self._push(np.array([page]))
-        self._num_free -= total
-        return self._free[self._num_free : self._num_free + total][::-1].copy()
+        self.num_free -= total
+        return self._free[self.num_free : self.num_free + total][::-1].copy()
 
     def _push(self, pages: IntArray) -> None:
-        self._free[self._num_free : self._num_free + pages.size] = pages
-        self._num_free += pages.size
+        self._free[self.num_free : self.num_free + pages.size] = pages
+        self.num_free += pages.size
 
     def _write(self, slots: IntArray, columns: IntArray, pages: IntArray) -> None:
         self.table[slots, columns] = pages

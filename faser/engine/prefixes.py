@@ -11,9 +11,8 @@ from dataclasses import replace
 import numpy as np
 
 from faser.arrays import IntArray
-from faser.engine.open_request import OpenRequest
 from faser.engine.pages import PagePool, page_hash
-from faser.engine.slots import SlotTable
+from faser.engine.slots import OpenRequest, SlotTable
 
 
 class Prefixes:
@@ -106,10 +105,7 @@ class Prefixes:
                 self.publish(int(slots[i]), int(num_prompt[i]))
 
     def publish(self, slot: int, most: int | None = None) -> None:
-        """Publish a slot's leading full pages, at most `most`.
-
-        Rows beyond num_computed may hold rejected drafts and are never published.
-        """
+        """Publish a slot's leading full pages, at most `most`. Rows beyond num_computed may hold rejected drafts."""
         if not self._caching:
             return
         size, request, num_known = self._size, self._slots[slot], int(self._slots.num_known[slot])

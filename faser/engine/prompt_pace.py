@@ -7,8 +7,7 @@ A step takes about
     base + per_row · rows + per_pair · pairs
 
 where base is the seconds of a step without prompt rows, and pairs counts (row, context token) pairs: a prompt row
-attends to all tokens before it. For a long prompt the pairs dominate. `Pace` learns the three numbers from the steps
-that ran. `Room` is the rows and seconds that one step has for prompts. `turns` is the order in which prompts take them.
+attends to all tokens before it. For a long prompt the pairs dominate.
 """
 
 from __future__ import annotations
@@ -76,17 +75,15 @@ class Room:
         """
         share = OLDEST_SHARE if is_oldest else 1.0
         least = min(self.least_rows, wanted, self.rows)
-        rows = min(wanted, int(share * self.rows), self._fitting(share, context))
+        by_seconds = _most_rows(share * self.seconds, self.per_row, self.per_pair, context)
+        by_pairs = _most_rows(share * self.pairs, 0.0, 1.0, context)
+        rows = int(min(wanted, self.rows, share * self.rows, by_seconds, by_pairs))
         if rows < least and not has_rows:
             rows = least if is_oldest else 0
         self.rows -= rows
         self.seconds -= self.per_row * rows + self.per_pair * pairs_of(rows, context)
         self.pairs -= pairs_of(rows, context)
         return rows
-
-    def _fitting(self, share: float, context: int) -> int:
-        by_seconds = _most_rows(share * self.seconds, self.per_row, self.per_pair, context)
-        return int(min(self.rows, by_seconds, _most_rows(share * self.pairs, 0.0, 1.0, context)))
 
 
 def pairs_of(rows: float, context: float) -> float:
@@ -96,10 +93,11 @@ def pairs_of(rows: float, context: float) -> float:
 
 def _most_rows(limit: float, per_row: float, per_pair: float, context: int) -> float:
     """The largest r with per_row · r + per_pair · pairs_of(r, context) <= limit."""
+    if limit <= 0 or limit == inf:
+        return max(limit, 0.0)
     first = per_row + per_pair * context
-    if limit <= 0 or limit == inf or first == 0 == per_pair:
-        return 0.0 if limit <= 0 else inf
-    return 2 * limit / (first + sqrt(first * first + 2 * per_pair * limit))
+    divisor = first + sqrt(first * first + 2 * per_pair * limit)
+    return 2 * limit / divisor if divisor else inf  # a product of tiny numbers may be 0
 
 
 def turns(left: Sequence[int]) -> Iterator[tuple[int, bool]]:
@@ -142,7 +140,7 @@ def fill_size(rows: list[int], left: Sequence[int], num_others: int, sizes: Sequ
 
 
 class Pace:
-    """Learns the seconds of prompt rows from the steps that ran.
+    """Learns base, per_row and per_pair from the steps that ran.
 
     A Kalman filter over the logarithms of per_row and per_pair: both stay positive. A machine that slows down changes
     both together; steps with short contexts determine per_row, and steps with long contexts then correct per_pair.

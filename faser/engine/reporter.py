@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from faser.arrays import BoolArray, IntArray
-from faser.engine.open_request import OpenRequest
-from faser.engine.slots import SlotTable
+from faser.engine.slots import OpenRequest, SlotTable
 from faser.request import FinishReason, Progress, TokenLogprobs
 from faser.step import StepResult
 
@@ -34,10 +33,7 @@ class Reporter:
         self._list_stop_ids(request)
 
     def report(self, slots: IntArray, emitted: IntArray, result: StepResult) -> Iterator[Progress]:
-        """The progress of the requests in `slots`, each of which emitted `emitted` [B] tokens.
-
-        The caller takes a request out of its slot as soon as its progress has a finish.
-        """
+        """Progress of the requests in `slots`. The caller takes a request out of its slot when it has a finish."""
         examined = (self.slots.num_known[slots] >= self.slots.end[slots]) | self._asks_more[slots]
         cu_emitted = np.concatenate(([0], np.cumsum(emitted)))
         if self._stop_ids.size:

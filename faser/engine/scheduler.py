@@ -17,13 +17,12 @@ from faser.cost.profiled_cost import ProfiledCost
 from faser.engine.admission import AdmissionQueue, check_size
 from faser.engine.ahead import PlansInFlight
 from faser.engine.drafting import Drafting, DraftPlanner
-from faser.engine.open_request import OpenRequest, StopChecker
 from faser.engine.overlap import OverlapState
 from faser.engine.pages import PagePool, PagePools
 from faser.engine.prefixes import Prefixes
 from faser.engine.prompt_pace import StepPace, prompt_room, share_rows
 from faser.engine.reporter import Reporter
-from faser.engine.slots import SlotTable
+from faser.engine.slots import OpenRequest, SlotTable, StopChecker
 from faser.errors import EngineError, InvalidRequest
 from faser.limits import Limits
 from faser.policy import Policy
@@ -43,8 +42,8 @@ class Scheduler:
     """Continuous batching over two page pools.
 
     `draft_pages` is None where drafts need no KV (n-gram). `speculates` says whether there is any draft at all.
-    `pace` bounds the seconds of a step; without it only rows are bounded. Policy, cost, pace and overlap may be
-    exchanged between two steps. `reporter` is the class that turns tokens into progress.
+    `pace` bounds the seconds of a step; without it only rows are bounded. `overlap`, and policy, cost and pace of
+    `drafts`, may be exchanged between two steps. `reporter` is the class that turns tokens into progress.
     """
 
     def __init__(
@@ -68,72 +67,35 @@ class Scheduler:
         self._speculates = speculates
         self._pools = PagePools(target_pages, draft_pages)
         self._slots = SlotTable(limits.max_running, limits.max_model_len)
-        self._prefixes = Prefixes(self._slots, target_pages, draft_pages, prefix_caching)
-        self._queue = AdmissionQueue(self._slots, target_pages, self._prefixes)
-        self._drafts = DraftPlanner(limits, policy, self._slots, target_pages, draft_pages, self._prefixes)
-        self._in_flight = PlansInFlight(self._slots, self._drafts)
+        self.prefixes = Prefixes(self._slots, target_pages, draft_pages, prefix_caching)
+        self._queue = AdmissionQueue(self._slots, target_pages, self.prefixes)
+        self.drafts = DraftPlanner(limits, policy, self._slots, target_pages, draft_pages, self.prefixes)
+        self._in_flight = PlansInFlight(self._slots, self.drafts)
         self._reporter = reporter(self._slots)
         self._requests: dict[str, OpenRequest] = {}
         self._num_added = 0
         self._untold: list[Progress] = []  # not handed out yet
         self._cancelling: list[OpenRequest] = []  # cancelled while a step was in flight
-        self.cost, self.pace, self.overlap = cost, pace, overlap
-
-    # ── settings and figures ─────────────────────────────────────────────────────────────────────────────────────────
-
-    @property
-    def policy(self) -> Policy:
-        return self._drafts.policy
-
-    @policy.setter
-    def policy(self, policy: Policy) -> None:
-        self._drafts.policy = policy
-
-    @property
-    def cost(self) -> ProfiledCost | None:
-        """What the policy may go by."""
-        return self._drafts.cost
-
-    @cost.setter
-    def cost(self, cost: ProfiledCost | None) -> None:
-        self._drafts.cost = cost
-
-    @property
-    def pace(self) -> StepPace | None:
-        return self._drafts.pace
-
-    @pace.setter
-    def pace(self, pace: StepPace | None) -> None:
-        self._drafts.pace = pace
+        self.drafts.cost, self.drafts.pace, self.overlap = cost, pace, overlap
 
     @property
     def overlap(self) -> Overlap | None:
-        return self._drafts.overlap.chooser if self._drafts.overlap is not None else None
+        return self.drafts.overlap.chooser if self.drafts.overlap is not None else None
 
     @overlap.setter
     def overlap(self, chooser: Overlap | None) -> None:
-        if self._drafts.overlap is not None:  # requests may have frontiers
-            self._drafts.overlap.chooser = chooser
+        if self.drafts.overlap is not None:  # requests may have frontiers
+            self.drafts.overlap.chooser = chooser
         elif chooser is not None:
-            self._drafts.overlap = OverlapState(chooser, self._drafts, self._slots, self.target_pages)
+            self.drafts.overlap = OverlapState(chooser, self.drafts, self._slots, self.target_pages)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queue)
+        return len(self._queue.waiting)
 
     @property
     def num_running(self) -> int:
         return int(self._slots.running.size)
-
-    @property
-    def num_prefix_queries(self) -> int:
-        """Tokens looked for in the prefix cache."""
-        return self._prefixes.num_queries
-
-    @property
-    def num_prefix_hits(self) -> int:
-        """Tokens found in the prefix cache."""
-        return self._prefixes.num_hits
 
     @property
     def has_work(self) -> bool:
@@ -150,7 +112,7 @@ class Scheduler:
         added = OpenRequest(request, checker, self._num_added, token_ids)
         self._num_added += 1
         self._requests[request.id] = added
-        self._queue.add(added)
+        self._queue.waiting.append(added)
 
     def cancel(self, request_id: str) -> bool:
         """End a request at any moment; False if it is not open. A step in flight finishes first: it writes pages."""
@@ -192,8 +154,8 @@ class Scheduler:
         self._slots.append(plan, emitted, result.token_ids)
         self._slots.counts.add(plan, result)
         for index, error in result.failures.items():
-            self._fail(self._slots[int(plan.slots[index])], error)
-        self._prefixes.publish_prompts(plan.slots)
+            self._drop(self._slots[int(plan.slots[index])], FinishReason.FAILED, error)
+        self.prefixes.publish_prompts(plan.slots)
         self._drop_cancelled()
         for progress in self._reporter.report(plan.slots, emitted, result):
             if progress.finish is not None:
@@ -203,10 +165,6 @@ class Scheduler:
         self._pools.truncate(slots, self._slots.num_tokens[slots], self._slots.draft_computed[slots])
         self._in_flight.free_held()
         return Committed(landed.settled, self.take_ended())
-
-    def teach_policy(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        """Tell the policy what a committed step brought and how long it took."""
-        self._drafts.teach_policy(plan, result, seconds)
 
     def abandon(self, reason: FinishReason) -> list[Progress]:
         """End every open request, whatever state a failed step left it in."""
@@ -228,10 +186,7 @@ class Scheduler:
     # ── made-up requests, for profiling while there are no real ones ─────────────────────────────────────────────────
 
     def lend_slots(self, num_tokens: IntArray) -> tuple[PageWrites, PageWrites] | None:
-        """Pages of both models for made-up requests in the first slots, until `take_back_slots`.
-
-        None while there are requests, and where free pages are short: pages of the prefix cache are not taken.
-        """
+        """Pages of both models for made-up requests in the first slots; None if not idle or free pages are short."""
         if self.has_work or self._in_flight or not self._pools.lend(num_tokens):
             return None
         return self._pools.take_writes()
@@ -240,7 +195,7 @@ class Scheduler:
         """Take back the first slots; the next plan tells the executor."""
         for slot in range(num_slots):
             self._pools.release(slot)
-        self._slots.release(range(num_slots))
+            self._slots.released.add(slot)
 
     # ── planning ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -278,17 +233,17 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Move the waiting requests into slots whose prompts get rows of this step."""
-        if not (self._queue and self._slots.num_free):
+        if not (self._queue.waiting and self._slots.free):
             return
         slots = self._runnable()
         reads = self._slots.num_tokens[slots] - self._slots.num_computed[slots] > 1
         decoding = slots[~reads]
-        computed = self._prefixes.pages_in_flight(decoding) if self._in_flight else set()
-        room = prompt_room(self.pace, self.limits.max_batch_tokens - decoding.size, decoding.size == 0)
+        computed = self.prefixes.pages_in_flight(decoding) if self._in_flight else set()
+        room = prompt_room(self.drafts.pace, self.limits.max_batch_tokens - decoding.size, decoding.size == 0)
         for request, num_found in self._queue.admit(slots[reads], room, computed):
             self._slots.occupy(request, num_found * self.target_pages.page_size)
-            self._prefixes.admit(request, num_found)
-            self._drafts.admit(request.slot)
+            self.prefixes.admit(request, num_found)
+            self.drafts.admit(request.slot)
             self._reporter.admit(request)
 
     def _make_plan(self) -> StepPlan | None:
@@ -300,7 +255,7 @@ class Scheduler:
         decoding = pending == 1
         drafting = self._plan_drafts(slots, start, pending, decoding)
         max_rows, num_judged = self.limits.max_batch_tokens, drafting.num_judged
-        num_rows = share_rows(self.pace, max_rows, start, pending, num_judged, drafting.catch_up_seconds)
+        num_rows = share_rows(self.drafts.pace, max_rows, start, pending, num_judged, drafting.catch_up_seconds)
         runs = num_rows > 0
         if not runs.all():
             slots, start, num_rows, decoding = slots[runs], start[runs], num_rows[runs], decoding[runs]
@@ -329,16 +284,16 @@ class Scheduler:
         slots = slots[decoding]
         if not (self._speculates and slots.size):
             return Drafting.none(slots.size)
-        num_rows = share_rows(self.pace, self.limits.max_batch_tokens, start, pending)
+        num_rows = share_rows(self.drafts.pace, self.limits.max_batch_tokens, start, pending)
         num_prefill_rows = int(num_rows.sum()) - slots.size
-        return self._drafts.plan(slots, num_prefill_rows, self._in_flight.unsettled[slots])
+        return self.drafts.plan(slots, num_prefill_rows, self._in_flight.unsettled[slots])
 
     # ── ends ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _drop(self, request: OpenRequest, reason: FinishReason) -> None:
-        """End a request between two steps, whether it waits or runs."""
-        finish = request.finish(reason, self._slots.stats(request))
-        self._close(request)
+    def _drop(self, request: OpenRequest, reason: FinishReason, error: str | None = None) -> None:
+        """End a request that waits or runs. If its step went wrong, nothing it computed is offered to others."""
+        finish = request.finish(reason, self._slots.stats(request), error=error)
+        self._close(request, publish=error is None)
         self._untold.append(Progress(request.request.id, [], None, finish))
 
     def _drop_cancelled(self) -> None:
@@ -347,25 +302,19 @@ class Scheduler:
             if request.request.id in self._requests:  # it may have failed
                 self._drop(request, FinishReason.CANCELLED)
 
-    def _fail(self, request: OpenRequest, error: str) -> None:
-        """End a request whose step went wrong. Nothing it computed is offered to others."""
-        finish = request.finish(FinishReason.FAILED, self._slots.stats(request), error=error)
-        self._close(request, publish=False)
-        self._untold.append(Progress(request.request.id, [], None, finish))
-
     def _close(self, request: OpenRequest, publish: bool = True) -> None:
         """Forget a request."""
         del self._requests[request.request.id]
         if request.runs:
             self._vacate(request, publish)
         else:
-            self._queue.remove(request)
+            self._queue.waiting.remove(request)
 
     def _vacate(self, request: OpenRequest, publish: bool = True) -> None:
         """Take a running request out of its slot and give back its pages."""
         slot = request.slot
         if publish:
-            self._prefixes.publish(slot)
+            self.prefixes.publish(slot)
         self._pools.release(slot)
         self._reporter.leave(request)
         self._slots.vacate(slot)

@@ -1,4 +1,4 @@
-"""The state of running requests, in arrays indexed by slot.
+"""Requests between their arrival and their end; the state of those that run, in arrays indexed by slot.
 
 Arrays, because a step over 256 requests must be planned and committed in under a millisecond. For a running request,
 with n = num_tokens:
@@ -11,13 +11,50 @@ num_computed is at most n - 1: the last token's row is computed in the step that
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import Protocol
+
 import numpy as np
 
 from faser.arrays import BoolArray, IntArray
-from faser.engine.open_request import OpenRequest
 from faser.limits import HARD_MAX_LENGTH
-from faser.request import Stats
+from faser.request import Finish, FinishReason, Request, Stats
 from faser.step import Admission, StepPlan, StepResult
+
+
+class StopChecker(Protocol):
+    """Looks for stop strings in a request's output (faser/text/tokenizer.py)."""
+
+    @property
+    def text(self) -> str:
+        """The output before the stop string, or all of it."""
+
+    def push(self, token_id: int) -> bool:
+        """Whether this token completes a stop string."""
+
+
+@dataclass(eq=False)
+class OpenRequest:
+    """A request that waits or runs. While it runs, its slot's arrays hold its tokens and counts."""
+
+    request: Request
+    checker: StopChecker | None
+    number: int  # counts arrivals: an older request has a smaller number
+    token_ids: IntArray  # the context, while the request waits
+    page_names: list[bytes] = field(default_factory=list)  # of the full pages of the context
+    num_found: int = 0  # pages found in the prefix cache when last looked for, while the request waits
+    stats: Stats = field(default_factory=Stats)  # from before a preemption
+    tried: int = 0  # drafts tried before a preemption: accepted + the first rejected of each step
+    slot: int = -1  # -1: it waits
+
+    @property
+    def runs(self) -> bool:
+        return self.slot >= 0
+
+    def finish(
+        self, reason: FinishReason, stats: Stats, stop_id: int | None = None, error: str | None = None
+    ) -> Finish:
+        return Finish(reason, stats, stop_id, error, self.checker.text if self.checker is not None else None)
 
 
 class SlotTable:
@@ -39,22 +76,10 @@ class SlotTable:
         self.counts = SpeculationCounts(max_running)
         self.requests: list[OpenRequest | None] = [None] * max_running  # by slot
         self._numbers = per_slot()  # OpenRequest.number
-        self._free = list(range(max_running))[::-1]
+        self.max_running = max_running
+        self.free = list(range(max_running))[::-1]  # a stack: `occupy` takes the last
+        self.released: set[int] = set()  # slots that were left since the last plan: it tells the executor
         self._admitted: list[Admission] = []
-        self._released: set[int] = set()
-
-    @property
-    def max_running(self) -> int:
-        return len(self.requests)
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    @property
-    def next_free(self) -> int:
-        """The slot that the next `occupy` takes."""
-        return self._free[-1]
 
     def mask(self, slots: IntArray | list[int]) -> BoolArray:
         """By slot, whether it is one of `slots`."""
@@ -69,7 +94,7 @@ class SlotTable:
 
     def occupy(self, new: OpenRequest, num_computed: int) -> None:
         """Give the next free slot to a request whose first `num_computed` tokens came from the prefix cache."""
-        slot, request, num_tokens = self._free.pop(), new.request, new.token_ids.size
+        slot, request, num_tokens = self.free.pop(), new.request, new.token_ids.size
         num_prompt, params = len(request.prompt_token_ids), request.params
         new.slot = slot
         self.requests[slot] = new
@@ -84,33 +109,26 @@ class SlotTable:
         self._numbers[slot] = new.number
         place = int(np.searchsorted(self._numbers[self.running], new.number))
         self.running = np.insert(self.running, place, slot)
-        self._released.discard(slot)
+        self.released.discard(slot)
         self._admitted.append(Admission(slot, new.token_ids, num_prompt, params, request.seed, request.stop_ids))
 
     def vacate(self, slot: int) -> None:
-        """Take a request out of its slot. `free` must follow, once no plan in flight has the slot."""
+        """Take a request out of its slot. It joins `free` once no plan in flight has the slot."""
         self[slot].slot = -1
         self.requests[slot] = None
         self.running = self.running[self.running != slot]
         self._admitted = [admission for admission in self._admitted if admission.slot != slot]
-        self._released.add(slot)
-
-    def free(self, slot: int) -> None:
-        self._free.append(slot)
-
-    def release(self, slots: range) -> None:
-        """Tell the executor that these slots are empty, with the next plan."""
-        self._released.update(slots)
+        self.released.add(slot)
 
     def take_changes(self) -> tuple[tuple[Admission, ...], tuple[int, ...]]:
         """Admissions and released slots since the last call."""
-        changes = tuple(self._admitted), tuple(self._released)
-        self._admitted, self._released = [], set()
+        changes = tuple(self._admitted), tuple(self.released)
+        self._admitted, self.released = [], set()
         return changes
 
     def is_consistent(self, held: set[int]) -> bool:
         """Whether every slot is either running, free or held (by a plan in flight)."""
-        return sorted([*self._free, *held, *self.running.tolist()]) == list(range(self.max_running))
+        return sorted([*self.free, *held, *self.running.tolist()]) == list(range(self.max_running))
 
     def append(self, plan: StepPlan, emitted: IntArray, token_ids: IntArray) -> None:
         """Store the tokens that a step emitted: `emitted` [B] for each of its requests."""
@@ -160,12 +178,5 @@ class SpeculationCounts:
             accepted=int(self.accepted[slot]),
             steps=int(self.steps[slot]),
             cached=cached,
-            lengths=_without_zeros(self._lengths[slot].tolist()),
+            lengths=tuple(np.trim_zeros(self._lengths[slot], "b").tolist()),
         )
-
-
-def _without_zeros(counts: list[int]) -> tuple[int, ...]:
-    """Strip trailing zeros."""
-    while counts and not counts[-1]:
-        counts.pop()
-    return tuple(counts)

@@ -7,15 +7,11 @@ from collections.abc import Callable, Mapping
 from faser.errors import ConfigError
 from faser.limits import HARD_MAX_LENGTH
 from faser.policy.adaptive import Adaptive
-from faser.policy.base import BatchView, Policy
-from faser.policy.fixed import Fixed
+from faser.policy.base import BatchView, Fixed, Policy
 from faser.policy.gp import FaserGP
-from faser.policy.rivals.adaspec import AdaSpec
-from faser.policy.rivals.ema import Ema
-from faser.policy.rivals.goodput import Goodput
+from faser.policy.rivals.batch_size import Ema, Table
+from faser.policy.rivals.goodput import AdaSpec, Goodput, Tetris
 from faser.policy.rivals.nightjar import Nightjar
-from faser.policy.rivals.table import Table
-from faser.policy.rivals.tetris import Tetris
 
 __all__ = ["POLICIES", "BatchView", "Fixed", "Policy", "make_policy"]
 

@@ -33,8 +33,7 @@ class Acceptance:
     @property
     def rates(self) -> FloatArray:
         """[depth] of all requests: P(accepted | all predecessors in the draft accepted)."""
-        rates: FloatArray = (self._accepted + PRIOR_RATE * PRIOR_WEIGHT) / (self._tried + PRIOR_WEIGHT)
-        return rates
+        return (self._accepted + PRIOR_RATE * PRIOR_WEIGHT) / (self._tried + PRIOR_WEIGHT)
 
     @property
     def mean(self) -> float:
@@ -56,8 +55,7 @@ class Acceptance:
 
     def request_rates(self, view: BatchView) -> FloatArray:
         """[B] one rate for all positions of a request."""
-        own = (view.accepted + REQUEST_PRIOR_WEIGHT * self.mean) / (view.tried + REQUEST_PRIOR_WEIGHT)
-        return _bounded(own)
+        return _bounded((view.accepted + REQUEST_PRIOR_WEIGHT * self.mean) / (view.tried + REQUEST_PRIOR_WEIGHT))
 
     def position_rates(self, view: BatchView, depth: int | None = None) -> FloatArray:
         """[B, depth] of each request and position; their cumulative product is the survival of its draft."""
@@ -101,10 +99,8 @@ class Calibration:
 def _count_above(counts: IntArray, depth: int) -> FloatArray:
     """[depth] how many of the counts are above 0, above 1, …"""
     histogram = np.bincount(np.minimum(counts, depth), minlength=depth + 1)
-    reached: FloatArray = histogram[::-1].cumsum()[::-1][1:].astype(np.float64)
-    return reached
+    return histogram[::-1].cumsum()[::-1][1:].astype(np.float64)
 
 
 def _bounded(rates: FloatArray) -> FloatArray:
-    bounded: FloatArray = rates.clip(MIN_RATE, MAX_RATE)
-    return bounded
+    return rates.clip(MIN_RATE, MAX_RATE)

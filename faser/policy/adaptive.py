@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from faser.arrays import BoolArray, FloatArray, IntArray
-from faser.cost.profiled_cost import ProfiledCost
-from faser.cost.work import MAX_STEADY_LAG
+from faser.cost.profiled_cost import MAX_STEADY_LAG, ProfiledCost
 from faser.limits import ADAPTIVE_MAX_LENGTH
 from faser.policy.acceptance import Acceptance, Calibration
 from faser.policy.base import BatchView, Outcome, Policy
@@ -129,9 +128,9 @@ class Adaptive(Policy):
         if not self._measured.allows(batch.size, expected_gain, view.cost.error):
             return none
         longest = DEPTH if is_trusted(expected_gain, view.cost.error) else UNTRUSTED_LENGTH
-        if view.cost.stop_seconds is None or not _checks_pay(view, view.cost, view.cost.stop_seconds):
+        if view.cost.profile.stop_seconds is None or not _checks_pay(view, view.cost, view.cost.profile.stop_seconds):
             return np.minimum(chosen.lengths, longest)
-        self._stopping = self._rule(view, view.cost, view.cost.stop_seconds, price)
+        self._stopping = self._rule(view, view.cost, view.cost.profile.stop_seconds, price)
         return np.where(chosen.lengths > 0, np.minimum(view.limit, longest), 0)
 
     def _catch_up_pays(self, view: BatchView, cost: ProfiledCost, drafting: BoolArray, late: BoolArray) -> bool:
@@ -292,10 +291,7 @@ class _Steps:
         return self._best(self._batch.beside, lambda gain, seconds: price * gain - seconds)
 
     def _best(self, verify: FloatArray, value: Callable[[Any, Any], Any]) -> _Choice | None:
-        """The step with the largest value(tokens that drafts add, seconds); None if that is a step without drafts.
-
-        `verify`: seconds of the verification by drafted tokens.
-        """
+        """The step with the largest value(gain, seconds); None if it has no drafts. `verify`: seconds by drafts."""
         if not self._owner.size:
             return None
         plain = float(verify[0]) + self._batch.host

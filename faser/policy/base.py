@@ -97,3 +97,21 @@ class Policy(ABC):
     def stopping(self) -> Stopping | None:
         """A rule that may end drafts before the lengths given last, by index in their view; None: no rule."""
         return None
+
+
+@dataclass(frozen=True)
+class Fixed(Policy):
+    """Every request drafts `length` tokens in every step. Length 0 is `off`: the draft never runs."""
+
+    length: int
+
+    @property
+    def name(self) -> str:
+        return f"fixed:{self.length}" if self.length else "off"
+
+    @property
+    def max_length(self) -> int:
+        return self.length
+
+    def lengths(self, view: BatchView) -> IntArray:
+        return np.full(view.num_requests, self.length, dtype=np.int64)

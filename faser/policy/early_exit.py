@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from faser.arrays import BoolArray, FloatArray
-from faser.cost.profiled_cost import ProfiledCost
-from faser.cost.work import Work, work_of
+from faser.cost.profiled_cost import ProfiledCost, Work, work_of
 from faser.errors import ConfigError
 from faser.limits import ADAPTIVE_MAX_LENGTH
 from faser.policy.estimates import step_seconds
@@ -153,11 +152,9 @@ class EarlyExit:
         if cost is None or cost.profile.exit_check is None:
             return 0.0
         rest = work.rows - round(share * drafted)
-        saved = cost.verify(work.rows, work.context, work.prompt_rows) - cost.verify(
-            rest, work.context, work.prompt_rows
-        )
-        check = cost.exit_check(drafted) if layer else cost.stop_seconds or 0.0
-        return float(saved) * (1 - layer / self._num_layers) - check
+        all_rows, kept = (cost.verify(rows, work.context, work.prompt_rows) for rows in (work.rows, rest))
+        check = cost.exit_check(drafted) if layer else cost.profile.stop_seconds or 0.0
+        return float(all_rows - kept) * (1 - layer / self._num_layers) - check
 
     def _row_sizes(self, work: Work) -> tuple[int, ...]:
         if self._cost is None:
@@ -170,10 +167,7 @@ class EarlyExit:
 
 
 def can_pay(cost: ProfiledCost, layer: int, num_layers: int, max_requests: int, length: int | None = None) -> bool:
-    """Whether `auto` could ever exit behind a layer: for some batch size and acceptance rate, if it knew everything.
-
-    Drafts have `length` tokens; None: the length with the most tokens per second.
-    """
+    """Whether `auto` could exit behind a layer at some load. Drafts have `length` tokens; None: the fastest length."""
     exits = EarlyExit("auto", num_layers, cost)
     for size in (each for each in BATCH_SIZES if each <= max_requests):
         context = np.full(size, CONTEXT)
@@ -203,7 +197,8 @@ class ExitScore:
         self.false_share = 0.0  # of all drafts of recent trials, those dropped although they were accepted
         self._features: deque[FloatArray] = deque()  # of each trial: the tried drafts
         self._accepted: deque[BoolArray] = deque()  # the same drafts
-        self._dropped: deque[tuple[int, int, int]] = deque()  # of each trial: drafts, dropped, wrongly dropped
+        # of each recent trial: drafts, dropped, wrongly dropped
+        self._dropped: deque[tuple[int, int, int]] = deque(maxlen=RECENT_TRIALS)
         self._num_tried = 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -245,8 +240,6 @@ class ExitScore:
         kept = kept_by(drops, readings.owner, readings.place, drafted)
         wrong = np.maximum(result.num_accepted - kept, 0)
         self._dropped.append((int(drafted.sum()), int((drafted - kept).sum()), int(wrong.sum())))
-        if len(self._dropped) > RECENT_TRIALS:
-            self._dropped.popleft()
         total, dropped, false = (sum(column) for column in zip(*self._dropped, strict=True))
         self.dropped_share, self.false_share = dropped / max(1, total), false / max(1, total)
 

@@ -16,8 +16,7 @@ from faser.policy.base import BatchView
 def survival(rates: FloatArray, limit: IntArray, max_length: int) -> FloatArray:
     """[max_length, B] P(a draft is accepted up to and including each position); 0 beyond the request's limit."""
     powers = np.broadcast_to(rates, (max_length, rates.size)).cumprod(axis=0)
-    chances: FloatArray = np.where(reaches(limit, max_length), powers, 0.0)
-    return chances
+    return np.where(reaches(limit, max_length), powers, 0.0)
 
 
 def expected_tokens(chances: FloatArray) -> FloatArray:
@@ -32,16 +31,17 @@ def seconds_by_length(view: BatchView, max_length: int) -> FloatArray:
     reached = reaches(view.limit, max_length)
     positions = np.tri(max_length + 1, max_length, -1, dtype=np.int64)  # length k has the positions 1 … k
     drafting, read = positions * reached.sum(axis=1), positions * (reached @ view.num_tokens)
-    return ragged_seconds(
-        view.cost, view.num_requests, float(view.num_tokens.sum()), drafting, read, view.num_prefill_rows
-    )
+    context = float(view.num_tokens.sum())
+    return ragged_seconds(view.cost, view.num_requests, context, drafting, read, view.num_prefill_rows)
 
 
-def step_seconds(cost: ProfiledCost, lengths: IntArray, num_tokens: IntArray, catch_up_rows: int = 0) -> float:
+def step_seconds(
+    cost: ProfiledCost, lengths: IntArray, num_tokens: IntArray, catch_up_rows: int = 0, prompt_rows: int = 0
+) -> float:
     """Seconds of a step with these lengths. `catch_up_rows`: rows of the first draft forward if any draft is behind."""
     reached = reaches(lengths, max(1, int(lengths.max())))
     drafting, read, context = reached.sum(axis=1), reached @ num_tokens, float(num_tokens.sum())
-    return float(ragged_seconds(cost, lengths.size, context, drafting, read, catch_up_rows=catch_up_rows))
+    return float(ragged_seconds(cost, lengths.size, context, drafting, read, prompt_rows, catch_up_rows))
 
 
 def ragged_seconds(
@@ -62,10 +62,7 @@ def ragged_seconds(
 
 
 def likeliest(chances: FloatArray, count: int) -> IntArray:
-    """[B] lengths that take the `count` likeliest slots of [max_length, B], without those of chance 0.
-
-    A deeper slot is never likelier, so the slots taken of a request are a prefix of its draft.
-    """
+    """[B] lengths that take the `count` likeliest of [max_length, B], none of chance 0. Chances fall with depth."""
     flat = chances.ravel()
     count = min(count, int(np.count_nonzero(flat)))
     if count <= 0:
@@ -80,5 +77,4 @@ def likeliest(chances: FloatArray, count: int) -> IntArray:
 
 def reaches(limit: IntArray, max_length: int) -> BoolArray:
     """[max_length, B] whether a request may draft that position."""
-    reached: BoolArray = np.arange(1, max_length + 1)[:, None] <= limit
-    return reached
+    return np.arange(1, max_length + 1)[:, None] <= limit

@@ -38,10 +38,7 @@ class MeasuredGain:
         self._comparisons: dict[int, _Comparison] = {}
 
     def allows(self, num_requests: int, expected_gain: float, error: float) -> bool:
-        """Whether a batch may draft whose speed with drafts should be `expected_gain` times its speed without.
-
-        `error` is the mean error of predicted seconds, as a share.
-        """
+        """Whether to draft for an expected factor in speed. `error`: mean error of predicted seconds, as a share."""
         return is_trusted(expected_gain, error) or self._comparison(num_requests).allows
 
     def rules_out(self, num_requests: int) -> bool:
@@ -61,10 +58,7 @@ class MeasuredGain:
 
     def _comparison(self, num_requests: int) -> _Comparison:
         """One for batches of 1, of 2 and 3, of 4 to 7 requests, and so on."""
-        key = num_requests.bit_length()
-        if key not in self._comparisons:
-            self._comparisons[key] = _Comparison()
-        return self._comparisons[key]
+        return self._comparisons.setdefault(num_requests.bit_length(), _Comparison())
 
 
 class _Comparison:

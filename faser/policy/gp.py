@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from faser.arrays import FloatArray, IntArray
-from faser.cost.profiled_cost import ProfiledCost
-from faser.cost.work import MAX_STEADY_LAG
+from faser.cost.profiled_cost import MAX_STEADY_LAG, ProfiledCost
 from faser.limits import ADAPTIVE_MAX_LENGTH
 from faser.policy.acceptance import Acceptance
 from faser.policy.base import BatchView, Outcome, Policy
@@ -102,8 +101,7 @@ class _Batch:
         """[P, lengths] expected of a band's requests at each length, cut to their limits."""
         chances = _RATES[self.present, None] ** _LENGTHS[1:]
         count = np.bincount(bands, minlength=BANDS)[self.present]
-        tokens: FloatArray = np.cumsum(np.column_stack((count, chances * self.drafting)), axis=1)
-        return tokens
+        return np.cumsum(np.column_stack((count, chances * self.drafting)), axis=1)
 
     def search(self, tokens: FloatArray) -> IntArray:
         """[P] lengths: the best that all bands share, then up to CHANGES times the best change of one band's."""
@@ -150,7 +148,6 @@ class FaserGP(Policy):
     """
 
     name = "faser-gp"
-    max_length = ADAPTIVE_MAX_LENGTH
     needs_cost = True
 
     def __init__(self) -> None:

@@ -1,11 +1,10 @@
 """Whether the draft model goes on drafting while the target verifies what it drafted before.
 
 Knows the batch about to decode, the lengths its policy would draft and the cost of forwards; no tensors and no clocks.
-See faser/rules/overlap.py for frontier, chunk, hit and miss. A chunk of c tokens is a hit if the whole frontier and the
-chunk's first token are right; the other c - 1 tokens are the next frontier. After a miss there are two ways to go on:
+See faser/rules/overlap.py for frontier, chunk, hit and miss. After a miss there are two ways to go on:
 
   ride   the next step brings the request one token while it drafts again. Nobody waits. With acceptance rate p, a chunk
-         is a hit with probability p^c behind a frontier and p behind none.
+         of c tokens is a hit with probability p^c behind a frontier and p behind none.
   lead   the next step first drafts the frontier again, for each request that has none, and everybody waits for that.
          Every step brings as many tokens as without overlap. Drafting takes time only in the steps after a miss. A step
          cannot begin before the host knows who missed.
@@ -23,7 +22,7 @@ from faser.cost.profiled_cost import ProfiledCost
 from faser.limits import ADAPTIVE_MAX_LENGTH
 from faser.policy.acceptance import Acceptance
 from faser.policy.base import BatchView, Outcome
-from faser.policy.estimates import ragged_seconds, reaches
+from faser.policy.estimates import step_seconds
 from faser.rules.overlap import MAX_REQUESTS
 
 MODES = ("auto", "on", "off")
@@ -93,7 +92,7 @@ class Overlap:
         cost = view.cost
         # Large batches and prompts rarely gain, and there are no graphs of them on a part of the device.
         is_unsuitable = view.num_requests > MAX_REQUESTS or view.num_prefill_rows > 0
-        if cost is None or not cost.splits or not lengths.any() or is_unsuitable:
+        if cost is None or not cost.overlap.splits or not lengths.any() or is_unsuitable:
             self._best, self._decided_for = None, ()
             return None
         batch = (view.num_requests, int(lengths.max()))
@@ -119,7 +118,7 @@ class Overlap:
     def best(self, view: BatchView, rates: FloatArray) -> Way:
         """The fastest way for requests with these acceptance rates [B]."""
         assert view.cost is not None
-        splits = view.cost.splits if self._splits is None else self._splits
+        splits = view.cost.overlap.splits if self._splits is None else self._splits
         ways = [
             Way(ride_speed(view, rates, chunk, split), chunk, 0, split) for split in splits for chunk in RIDING_CHUNKS
         ]
@@ -130,7 +129,7 @@ class Overlap:
 def worthwhile(cost: ProfiledCost) -> set[int]:
     """The splits of the device on which `auto` would overlap for some batch size and acceptance rate."""
     chooser, found = Overlap("auto"), set()
-    for size in BATCH_SIZES if cost.splits else ():
+    for size in BATCH_SIZES if cost.overlap.splits else ():
         view = BatchView.alike(size, CONTEXT, cost)
         for rate in LIKELY_RATES:
             rates = np.full(size, rate)
@@ -155,19 +154,15 @@ def lead_speed(view: BatchView, rates: FloatArray, lead: int, draft_sms: int = 0
     tokens = (1 - rates ** (lead + 1)) / (1 - rates)
     anybody_missed = 1 - float(np.prod(rates ** (lead + 1)))
     rows = view.num_requests * (lead + 1)
-    seconds = _overlapped_seconds(view, rows, lead + 1, draft_sms)
-    return float(tokens.sum()) / (seconds + anybody_missed * _drafting_seconds(view, lead) + view.cost.await_seconds)
+    seconds = _overlapped_seconds(view, rows, lead + 1, draft_sms) + anybody_missed * _drafting_seconds(view, lead)
+    return float(tokens.sum()) / (seconds + view.cost.overlap.await_seconds)
 
 
 def plain_speed(view: BatchView, rates: FloatArray, lengths: IntArray) -> float:
     """Tokens per second if every step drafts these lengths and then verifies."""
     assert view.cost is not None
     tokens = ((1 - rates ** (lengths + 1)) / (1 - rates)).sum()
-    reached = reaches(lengths, int(lengths.max()))
-    drafting, read = reached.sum(axis=1), reached @ view.num_tokens
-    context = float(view.num_tokens.sum())
-    seconds = ragged_seconds(view.cost, view.num_requests, context, drafting, read, view.num_prefill_rows)
-    return float(tokens / seconds)
+    return float(tokens / step_seconds(view.cost, lengths, view.num_tokens, prompt_rows=view.num_prefill_rows))
 
 
 def _overlapped_seconds(view: BatchView, rows: int, chunk: int, draft_sms: int) -> float:
@@ -175,7 +170,7 @@ def _overlapped_seconds(view: BatchView, rows: int, chunk: int, draft_sms: int) 
     assert view.cost is not None
     verify = float(view.cost.verify(rows, float(view.num_tokens.sum()), view.num_prefill_rows))
     draft = _drafting_seconds(view, chunk)
-    return draft + verify - view.cost.hidden(draft, verify, view.num_requests, draft_sms) + view.cost.host
+    return draft + verify - view.cost.overlap.hidden(draft, verify, view.num_requests, draft_sms) + view.cost.host
 
 
 def _drafting_seconds(view: BatchView, length: int) -> float:

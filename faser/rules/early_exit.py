@@ -50,14 +50,11 @@ class ExitPoint:
 
 @dataclass(frozen=True)
 class ExitRule:
-    """The points of a verification, in ascending order of layers. A trial drops nothing and only reads features.
-
-    `row_sizes`: the row counts at which a forward becomes dearer. Drafts stay if dropping them reaches no smaller size.
-    Empty: every row counts.
-    """
+    """The points of a verification, in ascending order of layers. A trial drops nothing and only reads features."""
 
     points: tuple[ExitPoint, ...]
     is_trial: bool = False
+    # row counts at which a forward becomes dearer: drafts stay if dropping them reaches no smaller one; (): each
     row_sizes: tuple[int, ...] = ()
     predicted: float = 0.0  # seconds it should save
 
@@ -88,25 +85,21 @@ class ExitReadings:
 
 
 class Exiting:
-    """The n drafts of one verification on their way through the points of a rule; the executor reads the layers.
-
-    Rows lie request by request; a request's drafts are its last rows. `num_others` rows belong to no draft.
-    """
+    """The n drafts of one verification on their way through a rule's points. A request's drafts are its last rows."""
 
     def __init__(self, rule: ExitRule, num_drafted: IntArray, num_others: int) -> None:
         self.owner: IntArray = np.repeat(np.arange(num_drafted.size), num_drafted)  # [n] index in the plan
         self.place: IntArray = np.arange(self.owner.size) - np.repeat(np.cumsum(num_drafted) - num_drafted, num_drafted)
         self.left = num_drafted  # [B] drafts not dropped so far
         self._rule = rule
-        self._num_others = num_others
+        self._num_others = num_others  # rows that belong to no draft
         self._features = np.full((len(rule.points), self.owner.size, NUM_FEATURES), np.nan)
         self._kept: list[IntArray] = []
 
     @property
     def seen(self) -> BoolArray:
         """[n] drafts that the next point reads: those not dropped so far."""
-        there: BoolArray = self.place < self.left[self.owner]
-        return there
+        return self.place < self.left[self.owner]
 
     def rows_before(self, counts: IntArray) -> IntArray:
         """[seen] index of the row before each draft, which predicts it; requests have `counts` [B] rows."""

@@ -20,10 +20,7 @@ MIN_CONFIDENCE, MAX_CONFIDENCE = 1e-4, 1 - 1e-4  # confidences are clipped, so t
 
 @dataclass(frozen=True)
 class Stopping:
-    """Draft one more token, for all requests below their length, while price × expected tokens > seconds.
-
-    All drafts of a step end together.
-    """
+    """Draft another token, for all requests below their length at once, while price × expected tokens > seconds."""
 
     rates: FloatArray  # [B, depth] by index in the plan: P(token accepted | all before it in the draft accepted)
     seconds: FloatArray  # [depth] cost of one more token, by the number of tokens already drafted
@@ -32,11 +29,7 @@ class Stopping:
 
     def watch(self, requests: IntArray) -> Watch:
         """Begin to check the drafts of these requests [n], given in order of falling length."""
-        return Watch(self.rates[requests].tolist(), self.seconds.tolist(), self.price, self.calibration)
-
-    def of(self, requests: BoolArray) -> Stopping:
-        """The rule for a part of the requests."""
-        return replace(self, rates=self.rates[requests])
+        return Watch(self, requests)
 
     def spread(self, requests: BoolArray) -> Stopping:
         """The rule for a larger batch, in which this rule's requests are those marked; the others never draft."""
@@ -48,21 +41,16 @@ class Stopping:
 class Watch:
     """Drafts in the making. A GPU waits for each answer, so an answer takes a few operations on plain floats."""
 
-    def __init__(
-        self, rates: list[list[float]], seconds: list[float], price: float, calibration: tuple[float, float]
-    ) -> None:
-        self._rates = rates
-        self._seconds = seconds
-        self._price = price
-        self._offset, self._factor = calibration
-        self._survival = [1.0] * len(rates)  # P(all tokens drafted so far are accepted), by request
+    def __init__(self, rule: Stopping, requests: IntArray) -> None:
+        self._rates: list[list[float]] = rule.rates[requests].tolist()
+        self._seconds: list[float] = rule.seconds.tolist()
+        self._price = rule.price
+        self._offset, self._factor = rule.calibration
+        self._survival = [1.0] * len(self._rates)  # P(all tokens drafted so far are accepted), by request
         self._num_drafted = 0
 
     def goes_on(self, confidence: Sequence[float]) -> bool:
-        """Whether one more token is worth its cost, given the confidence [n] of the latest tokens.
-
-        n never rises: the first n requests are those whose drafts are still growing.
-        """
+        """Whether one more token pays, given the confidence [n] of the latest. Only the first n drafts still grow."""
         self._num_drafted = done = self._num_drafted + 1
         gain = 0.0
         for i, latest in enumerate(confidence):
@@ -91,11 +79,9 @@ class WatchedPlan:
 def accepted_chance(confidence: FloatArray, calibration: tuple[float, float]) -> FloatArray:
     """P(accepted) of tokens, from the probability that the draft model gave them."""
     offset, factor = calibration
-    chance: FloatArray = 1 / (1 + np.exp(-(offset + factor * log_odds(confidence))))
-    return chance
+    return 1 / (1 + np.exp(-(offset + factor * log_odds(confidence))))
 
 
 def log_odds(chance: FloatArray) -> FloatArray:
     chance = np.clip(chance, MIN_CONFIDENCE, MAX_CONFIDENCE)
-    odds: FloatArray = np.log(chance / (1 - chance))
-    return odds
+    return np.log(chance / (1 - chance))

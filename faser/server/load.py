@@ -38,7 +38,7 @@ def load(start: Start) -> Served:
     about = About(
         model=start.served_model_name or model_name(start.model or DEFAULT_HUB_NAME),
         draft=draft_name(start.model, start.draft),
-        policy=scheduler.policy.name,
+        policy=scheduler.drafts.policy.name,
         device=pair.target.device.type,
         dtype=str(pair.target.dtype).removeprefix("torch."),
         reasons={**_reasons(start, options, pair.target.device.type), "sampling": recommended.origin},

@@ -82,7 +82,7 @@ class SimExecutor:
         result = self._result(plan)
         spent = result.seconds
         started = max(self._time.now(), self._free_at)
-        waiting = self._cost.await_seconds if plan.waits else 0.0
+        waiting = self._cost.overlap.await_seconds if plan.waits else 0.0
         self._free_at = started + spent.total + self._cost.host + waiting
         self._flights.append((self._free_at, result))
 
@@ -179,5 +179,5 @@ class SimExecutor:
 
     def _seconds(self, plan: StepPlan, num_looks: int) -> StepSeconds:
         seconds, factor = self._cost.parts(plan), self._noise()
-        looks = num_looks * (self._cost.stop_seconds or 0.0)
+        looks = num_looks * (self._cost.profile.stop_seconds or 0.0)
         return StepSeconds(factor * (seconds.draft + looks), factor * seconds.verify, factor * seconds.hidden)

@@ -63,7 +63,7 @@ def set_policy(engine: Engine, text: str) -> None:
 
 
 def take_policy(engine: Engine, policy: Policy) -> None:
-    engine.scheduler.policy = policy
+    engine.scheduler.drafts.policy = policy
     prepare = getattr(engine.executor, "prepare", None)
     if prepare is not None:
         prepare(policy.max_length)

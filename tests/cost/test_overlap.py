@@ -42,14 +42,14 @@ def overlapping(plan: StepPlan, frontier=0, lead=0, leads=False, draft_sms=0) ->
 def test_hidden_seconds_depend_on_the_requests_and_the_split():
     share = Curve((1, 5), (0.25, 1.25), (0.0, 0.0))
     cost = ProfiledCost(replace(GPU, besides=(replace(GPU.besides[0], draft_sms=16, share=share), GPU.besides[0])))
-    assert cost.splits == (16, 0)
-    assert cost.hidden(4.0, 8.0, 1, 16) == cost.hidden(8.0, 4.0, 1, 16) == pytest.approx(3.0)
-    assert cost.hidden(4.0, 8.0, 3, 16) == pytest.approx(1.0)
-    assert cost.hidden(4.0, 8.0, 5, 16) == pytest.approx(-1.0)  # both are slower at once
-    assert cost.hidden(4.0, 8.0, 6, 16) == 0  # more than were measured
-    assert cost.hidden(4.0, 8.0, 1) == pytest.approx(1.0)
-    assert cost.hidden(4.0, 8.0, 1, 48) == 0  # nothing is known of it
-    assert ProfiledCost(replace(GPU, besides=())).splits == ()
+    assert cost.overlap.splits == (16, 0)
+    assert cost.overlap.hidden(4.0, 8.0, 1, 16) == cost.overlap.hidden(8.0, 4.0, 1, 16) == pytest.approx(3.0)
+    assert cost.overlap.hidden(4.0, 8.0, 3, 16) == pytest.approx(1.0)
+    assert cost.overlap.hidden(4.0, 8.0, 5, 16) == pytest.approx(-1.0)  # both are slower at once
+    assert cost.overlap.hidden(4.0, 8.0, 6, 16) == 0  # more than were measured
+    assert cost.overlap.hidden(4.0, 8.0, 1) == pytest.approx(1.0)
+    assert cost.overlap.hidden(4.0, 8.0, 1, 48) == 0  # nothing is known of it
+    assert ProfiledCost(replace(GPU, besides=())).overlap.splits == ()
 
 
 def test_on_a_part_of_the_device_each_model_is_slower_by_its_measured_factor():
@@ -63,8 +63,8 @@ def test_on_a_part_of_the_device_each_model_is_slower_by_its_measured_factor():
     assert one.total(8.0, 20.0, 1) == pytest.approx(16 + 0.25 * 8)  # drafting is what takes longer
     assert one.total(4.0, 20.0, 4) == pytest.approx(25 + 0.5 * 4)
     cost = ProfiledCost(replace(GPU, besides=(replace(one, draft_sms=16),)))
-    assert cost.hidden(4.0, 20.0, 4, 16) == pytest.approx(24 - 27)
-    assert cost.hidden(4.0, 20.0, 5, 16) == 0  # more requests than were measured
+    assert cost.overlap.hidden(4.0, 20.0, 4, 16) == pytest.approx(24 - 27)
+    assert cost.overlap.hidden(4.0, 20.0, 5, 16) == 0  # more requests than were measured
 
 
 def test_drafts_that_the_verification_waits_for_are_not_hidden():
@@ -99,7 +99,7 @@ def learn_waiting(cost: ProfiledCost, more: float, steps: int, leads: bool = Tru
 def test_await_seconds_are_learned_from_the_steps_that_wait(more):
     cost = ProfiledCost(GPU)
     plan = learn_waiting(cost, more, 300)
-    assert cost.await_seconds == pytest.approx(more, abs=0.01 * MS)
+    assert cost.overlap.await_seconds == pytest.approx(more, abs=0.01 * MS)
     assert cost.predict(plan) == pytest.approx(cost.parts(plan).total + GPU.host + more, abs=0.01 * MS)
     assert cost.factors == (1.0, 1.0)
     assert cost.host == GPU.host
@@ -125,10 +125,10 @@ def test_the_seconds_of_both_at_once_are_learned_for_each_split(factor, lead):
     cost, plan = ProfiledCost(GPU), overlapping(make_plan([100], 5), lead=lead, draft_sms=32)
     learn_beside(cost, plan, factor, 100)
     fresh = ProfiledCost(GPU)
-    assert 11 * MS - cost.hidden(5 * MS, 6 * MS, 1, 32) == pytest.approx(
-        factor * (11 * MS - fresh.hidden(5 * MS, 6 * MS, 1, 32)), rel=0.01
+    assert 11 * MS - cost.overlap.hidden(5 * MS, 6 * MS, 1, 32) == pytest.approx(
+        factor * (11 * MS - fresh.overlap.hidden(5 * MS, 6 * MS, 1, 32)), rel=0.01
     )
-    assert cost.hidden(5 * MS, 6 * MS, 1) == fresh.hidden(5 * MS, 6 * MS, 1), "another split"
+    assert cost.overlap.hidden(5 * MS, 6 * MS, 1) == fresh.overlap.hidden(5 * MS, 6 * MS, 1), "another split"
     assert cost.factors == (1.0, 1.0)
 
 
@@ -137,8 +137,8 @@ def test_corrections_of_both_at_once_are_bounded(slower, bound):
     cost, plan = ProfiledCost(GPU), overlapping(make_plan([100], 5), lead=2, draft_sms=32)
     learn_beside(cost, plan, slower, 500)
     fresh = ProfiledCost(GPU)
-    assert 11 * MS - cost.hidden(5 * MS, 6 * MS, 1, 32) == pytest.approx(
-        bound * (11 * MS - fresh.hidden(5 * MS, 6 * MS, 1, 32))
+    assert 11 * MS - cost.overlap.hidden(5 * MS, 6 * MS, 1, 32) == pytest.approx(
+        bound * (11 * MS - fresh.overlap.hidden(5 * MS, 6 * MS, 1, 32))
     )
 
 
@@ -155,13 +155,12 @@ def test_steps_shorter_than_their_lead_and_steps_with_prompts_correct_nothing():
 def test_a_correction_that_no_step_confirms_returns_to_the_profile():
     cost, plan = ProfiledCost(GPU), make_plan([100], 5)
     learn_beside(cost, overlapping(plan, draft_sms=32), 1.8, 100)
-    slow = cost.hidden(5 * MS, 6 * MS, 1, 32)
+    slow = cost.overlap.hidden(5 * MS, 6 * MS, 1, 32)
     run(cost, plan, 1.0, 0.0, 100)
-    assert slow < cost.hidden(5 * MS, 6 * MS, 1, 32) < 0.5 * (slow + ProfiledCost(GPU).hidden(5 * MS, 6 * MS, 1, 32))
+    profiled = ProfiledCost(GPU).overlap.hidden(5 * MS, 6 * MS, 1, 32)
+    assert slow < cost.overlap.hidden(5 * MS, 6 * MS, 1, 32) < 0.5 * (slow + profiled)
     run(cost, plan, 1.0, 0.0, 5_000)
-    assert cost.hidden(5 * MS, 6 * MS, 1, 32) == pytest.approx(
-        ProfiledCost(GPU).hidden(5 * MS, 6 * MS, 1, 32), rel=0.05
-    )
+    assert cost.overlap.hidden(5 * MS, 6 * MS, 1, 32) == pytest.approx(profiled, rel=0.05)
 
 
 def test_one_long_pause_of_an_overlapping_step_hardly_counts():
@@ -176,16 +175,16 @@ def test_steps_that_do_not_wait_do_not_change_the_await_seconds():
     learn_waiting(cost, 1.5 * MS, 20, leads=False)
     run(cost, plain, 1.0, 3 * MS, 20)
     cost.learn(overlapping(plain, lead=1, leads=True), StepSeconds(), 1.0)  # its parts were not measured
-    assert cost.await_seconds == GPU.await_seconds
+    assert cost.overlap.await_seconds == GPU.await_seconds
 
 
 def test_await_seconds_are_never_negative():
     cost = ProfiledCost(GPU)
     learn_waiting(cost, -GPU.host - 1 * MS, 300)
-    assert 0 <= cost.await_seconds < 0.01 * MS
+    assert 0 <= cost.overlap.await_seconds < 0.01 * MS
 
 
 def test_one_long_pause_hardly_changes_the_await_seconds():
     cost = ProfiledCost(GPU)
     plan = learn_waiting(cost, 1.0, 1)
-    assert cost.await_seconds < GPU.await_seconds + cost.parts(plan).total / 8
+    assert cost.overlap.await_seconds < GPU.await_seconds + cost.parts(plan).total / 8

@@ -9,8 +9,7 @@ import pytest
 
 from faser.cost.curve import NOTHING
 from faser.cost.profile import KINDS
-from faser.cost.profiled_cost import MAX_FACTOR, SPEED_DECAY, TRUST, ProfiledCost
-from faser.cost.work import work_of
+from faser.cost.profiled_cost import MAX_FACTOR, SPEED_DECAY, TRUST, ProfiledCost, work_of
 from faser.step import StepSeconds
 from tests.cost.machine import GPU, MS, US, make_plan, run
 

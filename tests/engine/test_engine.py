@@ -102,7 +102,7 @@ def test_the_pace_learns_the_seconds_between_the_ends_of_steps(ahead):
     engine = Engine(world.scheduler, executor, clock=lambda: float(next(ticks)))
     world.add(make_request("a", [1] * 10, 20))
     drain(engine, world)
-    pace = world.scheduler.pace.prompts
+    pace = world.scheduler.drafts.pace.prompts
     assert pace.per_row == pytest.approx((4 if ahead else 2) / 10, rel=0.01), "ahead, it ends behind a second plan"
     assert pace.base == pytest.approx(3 if ahead else 2, rel=0.1)
 

@@ -103,7 +103,7 @@ def test_a_step_without_overlap_verifies_the_frontier_and_as_many_behind_it_as_i
     world.add(make_request("a", [1, 2, 3], 30))
     for _ in range(3):
         world.step()
-    world.scheduler.overlap, world.scheduler.policy = None, Fixed(length)
+    world.scheduler.overlap, world.scheduler.drafts.policy = None, Fixed(length)
     world.step()
     plan = world.plans[-1]
     assert not plan.drafts_beside

@@ -538,7 +538,7 @@ def test_the_newest_request_is_preempted_though_it_was_admitted_before_an_older_
         world.step()
         admitted += [a.token_ids.size for a in world.plans[-1].admitted]
     assert admitted == [12, 2, 14]
-    assert [waiting.request.id for waiting in world.scheduler._queue] == ["newer"]
+    assert [waiting.request.id for waiting in world.scheduler._queue.waiting] == ["newer"]
     world.drain()
 
 
@@ -594,7 +594,7 @@ def test_a_preempted_request_that_had_overtaken_goes_behind_the_older_one_that_w
     assert world.scheduler.num_running == 2, "the first, and the one that overtakes"
     slots = world.scheduler._slots
     world.scheduler._preempt(slots[int(slots.running[-1])])
-    assert [waiting.request.id for waiting in world.scheduler._queue] == ["head", "newer"]
+    assert [waiting.request.id for waiting in world.scheduler._queue.waiting] == ["head", "newer"]
     world.drain()
     assert list(world.finished).index("head") < list(world.finished).index("newer")
 

@@ -66,13 +66,13 @@ def test_the_default_pair_writes_what_its_target_writes_alone(default_pair):
 
 def test_the_draft_none_leaves_the_default_model_alone():
     with LLM(draft="none", max_model_len=512) as plain:
-        assert plain.engine.scheduler.policy.name == "off"
+        assert plain.engine.scheduler.drafts.policy.name == "off"
         assert plain.engine.scheduler.draft_pages is None
 
 
 @pytest.fixture(scope="module")
 def right(adaptive_pair):
-    assert adaptive_pair._engine.scheduler.policy.name == "faser", "the default with a draft"
+    assert adaptive_pair._engine.scheduler.drafts.policy.name == "faser", "the default with a draft"
     take_policy(adaptive_pair._engine, make_policy("off"))
     return [output.token_ids for output in adaptive_pair.generate(PROMPTS, MIXED)]
 

@@ -135,7 +135,7 @@ def rates_of(view):
 def ways_of(view) -> dict[tuple[int, int, int], float]:
     """Tokens per second by chunk, lead and split."""
     rates, ways = rates_of(view), {}
-    for split in view.cost.splits:
+    for split in view.cost.overlap.splits:
         ways |= {(chunk, 0, split): ride_speed(view, rates, chunk, split) for chunk in RIDING_CHUNKS}
         ways |= {(lead + 1, lead, split): lead_speed(view, rates, lead, split) for lead in LEADS}
     return ways

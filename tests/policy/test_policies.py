@@ -158,7 +158,7 @@ PROMPTS = {name: [number % 5, 2, number % 3] + [1, 2, 3] * (number % 4) for numb
 def serve(policy, agreement: float, ahead: bool) -> World:
     world = World(policy, agreement=agreement, max_running=6, max_batch_tokens=24)
     cost = ProfiledCost(H200)
-    world.scheduler.cost = cost
+    world.scheduler.drafts.cost = cost
     ticks = count()
     executor = Ahead(world.executor) if ahead else world.executor
     engine = Engine(world.scheduler, executor, clock=lambda: 1e-3 * next(ticks), cost=cost)

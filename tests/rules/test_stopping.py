@@ -23,11 +23,10 @@ def test_a_watched_draft_that_has_ended_counts_no_more():
     assert not watch.goes_on([0.7]), "0.49, of the first alone"
 
 
-def test_a_rule_can_be_cut_to_some_requests_and_spread_over_more():
+def test_a_rule_can_be_spread_over_more_requests():
     rule = Stopping(np.array([[0.1], [0.2]]), np.zeros(1), 1.0, (0.0, 1.0))
     spread = rule.spread(np.array([False, True, False, True]))
     assert spread.rates[:, 0].tolist() == [0.0, 0.1, 0.0, 0.2]
-    assert spread.of(np.array([False, True, True, False])).rates[:, 0].tolist() == [0.1, 0.0]
 
 
 def test_a_plan_is_watched_in_its_own_order():

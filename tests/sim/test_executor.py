@@ -308,7 +308,7 @@ def test_drafts_stop_by_the_rule_of_the_plan(runs_ahead):
     oracle = Known([1], sure=[0.9, 0.9, 0.2, 0.9, 0.9, 0.9, 0.2])
     workload = make_workload(12, concurrency=1)
     replica = make_replica(replace(TOY, runs_ahead=runs_ahead), "fixed:4", oracle)
-    replica.engine.scheduler.policy = Sure()
+    replica.engine.scheduler.drafts.policy = Sure()
     run = play(replica.engine, workload, "sure", clock=replica.time.clock)
     assert [record.num_tokens for record in run.records] == [item.max_tokens for item in workload.items]
     stats = replica.engine.stats

@@ -7,7 +7,7 @@ from collections import defaultdict
 import numpy as np
 
 from faser.arrays import FloatArray, IntArray
-from faser.cost.work import MAX_STEADY_LAG
+from faser.cost.profiled_cost import MAX_STEADY_LAG
 from faser.policy.base import BatchView, Outcome, Policy
 
 LONGEST = 5  # the arms are the lengths 0 … 5
@@ -38,8 +38,7 @@ class _Context:
     @property
     def tokens(self) -> FloatArray:
         """[arms] per request and step."""
-        tokens: FloatArray = np.divide(self._tokens, self._steps, out=np.ones(LONGEST + 1), where=self._steps > 0)
-        return tokens
+        return np.divide(self._tokens, self._steps, out=np.ones(LONGEST + 1), where=self._steps > 0)
 
     @property
     def bin_size(self) -> int:

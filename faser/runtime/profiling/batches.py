@@ -13,7 +13,7 @@ import numpy as np
 
 from faser.arrays import IntArray
 from faser.cost.profile import Profile
-from faser.cost.work import MAX_STEADY_LAG
+from faser.cost.profiled_cost import MAX_STEADY_LAG
 from faser.engine.engine import Executor
 from faser.limits import Limits
 from faser.rules.early_exit import ExitRule

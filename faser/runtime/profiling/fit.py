@@ -11,8 +11,7 @@ import numpy as np
 
 from faser.cost.curve import NOTHING, Curve
 from faser.cost.profile import Profile
-from faser.cost.profiled_cost import ProfiledCost
-from faser.cost.work import work_of
+from faser.cost.profiled_cost import ProfiledCost, work_of
 from faser.runtime.profiling.batches import SHORT_DRAFT, Subject
 from faser.runtime.profiling.steps import Measured
 
@@ -39,36 +38,33 @@ class Samples:
         self._host: list[float] = []
 
     def add(self, several: Iterable[Measured]) -> None:
+        graphs = self._subject.how.graph_rows
         for measured in several:
-            self._add(measured)
-
-    def _add(self, measured: Measured) -> None:
-        plan = measured.plan
-        work, graphs = work_of(plan), self._subject.how.graph_rows
-        all_rows = work.rows + work.prompt_rows
-        only_decodes = not work.prompt_rows and (not graphs or work.rows <= graphs[-1])
-        if only_decodes:
-            rows = self._subject.graph_size(work.rows)
-            self._verify.append(Sample(rows, work.context, measured.verify))
-        if not only_decodes or not graphs:  # without graphs all rows cost alike
-            self._prompts.append(Sample(all_rows, work.context, measured.verify))
-        if work.catch_up_rows:
-            self._catch_up.append(Sample(work.catch_up_rows, work.draft_context, measured.draft))
-        elif work.num_drafting:
-            key = work.num_drafting, int(plan.draft_rows.sum()), work.draft_context
-            self._drafts[key][int(plan.lengths.max())] = measured.draft
-        if not work.prompt_rows and not work.catch_up_rows:
-            self._host += measured.host.tolist()
+            plan, work = measured.plan, work_of(measured.plan)
+            only_decodes = not work.prompt_rows and (not graphs or work.rows <= graphs[-1])
+            if only_decodes:
+                rows = self._subject.graph_size(work.rows)
+                self._verify.append(Sample(rows, work.context, measured.verify))
+            if not only_decodes or not graphs:  # without graphs all rows cost alike
+                self._prompts.append(Sample(work.rows + work.prompt_rows, work.context, measured.verify))
+            if work.catch_up_rows:
+                self._catch_up.append(Sample(work.catch_up_rows, work.draft_context, measured.draft))
+            elif work.num_drafting:
+                key = work.num_drafting, int(plan.draft_rows.sum()), work.draft_context
+                self._drafts[key][int(plan.lengths.max())] = measured.draft
+            if not work.prompt_rows and not work.catch_up_rows:
+                self._host += measured.host.tolist()
 
     def profile(self, about: Mapping[str, Any]) -> Profile:
         limits, max_length = self._subject.limits, self._subject.max_length
         assumed = self._subject.assumed
         target, draft = (None, None) if assumed is None else (assumed.verify, assumed.first_draft)
         verify = make_curve(self._verify, prior=target)
-        first = make_curve(self._first_drafts(), prior=draft)
-        following = make_curve(self._next_drafts(), default=first, prior=draft)
+        first_tokens, next_tokens, first_forwards = self._draft_samples()
+        first = make_curve(first_tokens, prior=draft)
+        following = make_curve(next_tokens, default=first, prior=draft)
         has_graphs = bool(self._subject.how.graph_rows)
-        catch_up = self._catch_up if has_graphs else self._catch_up + self._first_forwards()
+        catch_up = self._catch_up if has_graphs else self._catch_up + first_forwards
         return Profile(
             about=about,
             verify=self._stepped(verify, limits.max_running * (1 + max_length)),
@@ -79,26 +75,16 @@ class Samples:
             host=float(np.median(self._host)) if self._host else assumed.host if assumed is not None else 0.0,
         )
 
-    def _first_drafts(self) -> list[Sample]:
-        """By requests."""
-        graph_size = self._subject.graph_size
-        return [
-            Sample(graph_size(requests), context, _first_token(seconds))
-            for (requests, _, context), seconds in self._drafts.items()
-        ]
-
-    def _first_forwards(self) -> list[Sample]:
-        """The same by rows, as the curve of catching up counts them."""
-        return [Sample(rows, context, _first_token(seconds)) for (_, rows, context), seconds in self._drafts.items()]
-
-    def _next_drafts(self) -> list[Sample]:
-        graph_size = self._subject.graph_size
-        return [
-            Sample(graph_size(requests), context, _next_token(_first_token(seconds), seconds[length], length))
-            for (requests, _, context), seconds in self._drafts.items()
-            for length in seconds
-            if length > SHORT_DRAFT
-        ]
+    def _draft_samples(self) -> tuple[list[Sample], list[Sample], list[Sample]]:
+        """Of the first drafted token and of each further one, by requests; of the first by rows, as catching up is."""
+        first, following, forwards = [], [], []
+        for (requests, rows, context), seconds in self._drafts.items():
+            size, token = self._subject.graph_size(requests), _first_token(seconds)
+            first.append(Sample(size, context, token))
+            forwards.append(Sample(rows, context, token))
+            longer = ((length, whole) for length, whole in seconds.items() if length > SHORT_DRAFT)
+            following += [Sample(size, context, _next_token(token, whole, length)) for length, whole in longer]
+        return first, following, forwards
 
     def _stepped(self, curve: Curve, most_rows: int) -> Curve:
         """A point for every graph size up to the one that holds `most_rows`; sizes not measured are interpolated."""
@@ -148,10 +134,11 @@ def make_curve(
         groups[sample.rows].append(sample)
     if not groups:
         return default if default is not NOTHING or prior is None else prior
-    lines = {rows: fit_line(group) for rows, group in sorted(groups.items()) if _num_contexts(group) > 1}
+    ordered = sorted(groups.items())
+    lines = {rows: fit_line(group) for rows, group in ordered if len({each.context for each in group}) > 1}
     slopes = [slope for _, slope in lines.values()]
     points = []
-    for rows, group in sorted(groups.items()):
+    for rows, group in ordered:
         if rows in lines and not one_slope:
             points.append((rows, *lines[rows]))
             continue
@@ -160,7 +147,8 @@ def make_curve(
             slope = float(np.median(slopes) if one_slope else np.interp(rows, list(lines), slopes))
         elif prior is not None:
             slope = _ratio_to(prior, group) * float(prior(rows, 1.0) - prior(rows, 0.0))
-        points.append((rows, _at_slope(group, slope), slope))
+        without_context = float(np.median([each.seconds - slope * each.context for each in group]))
+        points.append((rows, max(0.0, without_context), slope))
     if prior is not None and prior is not NOTHING:
         points = _continued(points, prior)
     rows_of, seconds, per_token = zip(*points, strict=True)
@@ -186,15 +174,6 @@ def _continued(points: list[tuple[int, float, float]], prior: Curve) -> list[tup
     below = [scaled(rows, first) for rows in prior.rows if rows < first[0]]
     above = [scaled(rows, last) for rows in prior.rows if rows > last[0]]
     return [*below, *points, *above]
-
-
-def _num_contexts(samples: Sequence[Sample]) -> int:
-    return len({sample.context for sample in samples})
-
-
-def _at_slope(samples: Sequence[Sample], slope: float) -> float:
-    """Seconds without context, given the seconds per token."""
-    return max(0.0, float(np.median([sample.seconds - slope * sample.context for sample in samples])))
 
 
 def fit_line(samples: Sequence[Sample]) -> tuple[float, float]:

@@ -10,29 +10,20 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
-from faser.arrays import IntArray
 from faser.cost.profile import Profile
 from faser.cost.profiled_cost import ProfiledCost
+from faser.engine.scheduler import Scheduler
 from faser.runtime.profiling.batches import Batch, Subject, all_batches
 from faser.runtime.profiling.fit import Samples, errors_of
 from faser.runtime.profiling.steps import Measured, Steps
-from faser.step import PageWrites
 
 log = logging.getLogger("faser.engine")
 
 MAX_SECONDS = 0.25  # of one step: slower batches are left out and extrapolated
 NUM_ROUNDS = 2  # runs of each batch; the faster one counts
 MAX_ATTEMPTS = 3  # at a profile that is good enough; then the machine is too busy
-
-
-class SlotLender(Protocol):
-    """faser.engine.scheduler.Scheduler, as far as it is used here."""
-
-    def lend_slots(self, num_tokens: IntArray) -> tuple[PageWrites, PageWrites] | None: ...
-
-    def take_back_slots(self, num_slots: int) -> None: ...
 
 
 class IdleProfiler:
@@ -42,7 +33,7 @@ class IdleProfiler:
         self,
         subject: Subject,
         cost: ProfiledCost,
-        scheduler: SlotLender,
+        scheduler: Scheduler,
         about: Mapping[str, Any],
         keep: Callable[[Profile], object],
         clock: Callable[[], float] = perf_counter,
@@ -71,7 +62,7 @@ class IdleProfiler:
             samples = Samples(self._subject)
             samples.add(found.values())
             profile = samples.profile(self._about)
-            profile = replace(profile, stop_seconds=self._cost.stop_seconds, host=self._cost.host)
+            profile = replace(profile, stop_seconds=self._cost.profile.stop_seconds, host=self._cost.host)
             checked: dict[int, Measured] = {}
             yield from self._run(self._held_out, 1, checked)
             profile = replace(profile, errors=errors_of(ProfiledCost(profile), checked.values()))

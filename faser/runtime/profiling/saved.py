@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,6 +21,7 @@ from faser.errors import ConfigError
 from faser.limits import Limits
 from faser.machine import atomic_write, faser_version, processor_name
 from faser.models.transformer import Transformer
+from faser.policy.early_exit import EarlyExit
 from faser.threads import available_cpus
 
 log = logging.getLogger("faser.engine")
@@ -28,8 +29,10 @@ log = logging.getLogger("faser.engine")
 
 def describe(target: Transformer, draft: Transformer | str | None, limits: Limits, page_size: int) -> dict[str, Any]:
     """Everything that the seconds of a profile depend on."""
+    is_gpu = target.device.type == "cuda"
+    hardware = torch.cuda.get_device_name(target.device) if is_gpu else f"{processor_name()}, {available_cpus()} CPUs"
     return {
-        "hardware": _hardware(target.device),
+        "hardware": hardware,
         "target": _shape(target),
         "draft": _shape(draft) if isinstance(draft, Transformer) else draft,
         "max_running": limits.max_running,
@@ -39,12 +42,6 @@ def describe(target: Transformer, draft: Transformer | str | None, limits: Limit
         "faser": faser_version(),
         "torch": str(torch.__version__),
     }
-
-
-def _hardware(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{processor_name()}, {available_cpus()} CPUs"
 
 
 def _shape(model: Transformer) -> str:
@@ -104,14 +101,6 @@ def keep(profile: Profile) -> Path | None:
 # ── what early exit learned from trials ───────────────────────────────────────────────────────────────────────────────
 
 
-class Calibrated(Protocol):
-    """faser.policy.early_exit.EarlyExit, as far as it is saved."""
-
-    def to_dict(self) -> dict[str, Any]: ...
-
-    def restore(self, known: Mapping[str, Any]) -> None: ...
-
-
 def _exits_path(about: Mapping[str, Any], models: Iterable[Transformer]) -> Path:
     """Beside the profile. Seconds depend on shapes only; fitted exit points depend on the weights too."""
     key = blake2b(digest_size=4)
@@ -122,7 +111,7 @@ def _exits_path(about: Mapping[str, Any], models: Iterable[Transformer]) -> Path
     return profile.with_name(f"{profile.stem}-{key.hexdigest()}.exits.json")
 
 
-def restore_exits(exits: Calibrated, about: Mapping[str, Any], models: Iterable[Transformer]) -> None:
+def restore_exits(exits: EarlyExit, about: Mapping[str, Any], models: Iterable[Transformer]) -> None:
     """Restore what was saved for these models, if anything was."""
     try:
         path = _exits_path(about, models)
@@ -132,7 +121,7 @@ def restore_exits(exits: Calibrated, about: Mapping[str, Any], models: Iterable[
         log.warning("the saved calibration of early exit cannot be used: %s", error)
 
 
-def keep_exits(exits: Calibrated, about: Mapping[str, Any], models: Iterable[Transformer]) -> None:
+def keep_exits(exits: EarlyExit, about: Mapping[str, Any], models: Iterable[Transformer]) -> None:
     known = exits.to_dict()
     if not known["scores"]:
         return

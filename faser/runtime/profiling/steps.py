@@ -98,12 +98,11 @@ class Steps:
         """The step of a batch, without admissions and pages."""
         subject = self._subject
         draft_rows = batch.draft_rows if subject.has_draft_model else np.zeros_like(batch.draft_rows)
-        frontier = np.zeros_like(batch.lengths)
+        overlap, none = None, np.zeros_like(batch.lengths)
+        frontier = none
         if batch.overlaps:
             frontier, draft_rows = batch.lengths, np.minimum(draft_rows, 1)
-        overlap = None
         if batch.overlaps or batch.draft_sms:
-            none = np.zeros_like(batch.lengths)
             overlap = OverlapPlan(frontier, none, batch.overlaps, batch.leads, batch.draft_sms)
         return StepPlan(
             admitted=(),

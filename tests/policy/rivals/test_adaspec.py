@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from faser.policy.rivals.adaspec import AdaSpec
-from faser.policy.rivals.goodput import Goodput
+from faser.policy.rivals.goodput import AdaSpec, Goodput
 from tests.policy.profiles import H200, SMOOTH, curve, make_view
 
 # Verification in three sizes of which the last is hardly dearer, and a draft that costs nearly nothing.

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from faser.policy.rivals.ema import Ema
+from faser.policy.rivals.batch_size import Ema
 from tests.policy.profiles import make_outcome, make_view
 
 

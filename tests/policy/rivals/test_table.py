@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from faser.errors import ConfigError
-from faser.policy.rivals.table import Table
+from faser.policy.rivals.batch_size import Table
 from tests.policy.profiles import make_view
 
 

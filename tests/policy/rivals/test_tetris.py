@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from faser.cost.profiled_cost import ProfiledCost
-from faser.policy.rivals.tetris import WINDOW, Tetris, capacity
+from faser.policy.rivals.goodput import WINDOW, Tetris, capacity
 from tests.policy.profiles import H200, SMOOTH, make_view
 
 

@@ -59,7 +59,7 @@ def test_idle_moments_complete_a_quick_profile_and_leave_requests_alone(profilin
         moments += 1
     assert moments > 16
     assert engine.cost.profile.kind in ("idle", "quick")  # as good as the machine allows
-    assert engine.scheduler.num_prefix_hits > 0
+    assert engine.scheduler.prefixes.num_hits > 0
     assert serve(engine, requests, {request.id: i for i, request in enumerate(requests)}).tokens == right
 
 

@@ -26,7 +26,7 @@ def test_idle_moments_complete_the_profile_and_keep_it(pair, cache, monkeypatch)
         more = engine.use_idle_moment()
         engine.scheduler.check()
         moments += 1
-    assert engine.scheduler.num_prefix_hits > 0
+    assert engine.scheduler.prefixes.num_hits > 0
     assert engine.cost.profile.kind == "idle"
     (path,) = (cache / "profiles").iterdir()
     assert Profile.load(path) == engine.cost.profile

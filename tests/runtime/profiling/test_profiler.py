@@ -110,7 +110,7 @@ def test_overlap_is_measured_for_each_split_of_the_device():
             assert float(beside.draft_factor(size, 0)) == pytest.approx(draft, rel=0.02)
             assert float(beside.verify_factor(size, 0)) == pytest.approx(verify, rel=0.02)
     assert found.await_seconds == 0
-    assert ProfiledCost(found).splits == (0, 16, 48)
+    assert ProfiledCost(found).overlap.splits == (0, 16, 48)
 
 
 def test_overlap_is_not_measured_where_it_is_not_possible():

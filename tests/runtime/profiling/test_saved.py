@@ -39,7 +39,7 @@ def test_a_policy_that_asks_for_costs_gets_a_profile_that_is_kept(pair, cache, m
     measured = stub(monkeypatch)
     with caplog.at_level(logging.INFO, "faser.engine"):
         engine = make_full(*pair, Costly())
-        assert engine.cost is engine.scheduler.cost
+        assert engine.cost is engine.scheduler.drafts.cost
         assert "profiled in" in caplog.text
         (path,) = (cache / "profiles").iterdir()
         assert Profile.load(path).about["max_running"] == 8
@@ -53,7 +53,7 @@ def test_a_policy_that_does_not_ask_costs_no_time(pair, cache, monkeypatch):
     monkeypatch.setattr(build, "measure", lambda *_: pytest.fail("measured for nobody"))
     engine = make_full(*pair, Fixed(3))
     assert isinstance(engine.cost, StepCost)
-    assert engine.scheduler.cost is None
+    assert engine.scheduler.drafts.cost is None
     assert not cache.exists()
 
 

@@ -1,18 +1,67 @@
-"""`ema`: one length for the batch from a few tiers, by a moving average of accepted drafts."""
+"""`table` and `ema`: a length for the batch by its size. They know no costs."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Self
 
 import numpy as np
 
 from faser.arrays import IntArray
+from faser.errors import ConfigError
+from faser.limits import HARD_MAX_LENGTH
 from faser.policy.base import BatchView, Outcome, Policy
 
+DEFAULT_RANGES = ((64, 3), (128, 1))  # vLLM's example of `table`
+# of `ema`
 WEIGHT = 0.2  # of the latest step in the average: half-life 3 steps
 WARM_UP = 10  # steps before the first change
 INTERVAL = 5  # steps between two changes
 FIRST_LENGTH = 3  # if it is one of the tiers; else the middle tier
+
+
+@dataclass(frozen=True)
+class Table(Policy):
+    """Every request drafts the length of the first range that holds the batch size; 0 beyond the last range.
+
+    vLLM's rule and default. The batch size counts decoding requests only, not prompts that share the step.
+    """
+
+    ranges: tuple[tuple[int, int], ...] = DEFAULT_RANGES  # (most requests of the range, length), rising
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.ranges]
+        rising = all(a < b for a, b in pairwise([0, *sizes]))
+        if not sizes or not rising or not all(0 <= length <= HARD_MAX_LENGTH for _, length in self.ranges):
+            raise ConfigError(
+                f"policy {self.name!r}: expected batch sizes that rise from 1 and lengths from 0 to {HARD_MAX_LENGTH}, "
+                "as in table:64=3/128=1"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """`64=3/128=1`: 3 up to 64 requests, 1 up to 128, 0 above. Commas may replace slashes."""
+        parts = [re.fullmatch(r"([0-9]+)=([0-9]+)", part.strip()) for part in re.split("[/,]", text)]
+        if not all(parts):
+            raise ConfigError(
+                f"policy {f'table:{text}'!r}: expected SIZE=LENGTH/SIZE=LENGTH/…, as in table:64=3/128=1 "
+                "(3 up to 64 requests, 1 up to 128, 0 above)"
+            )
+        return cls(tuple((int(part[1]), int(part[2])) for part in parts if part is not None))
+
+    @property
+    def name(self) -> str:
+        return "table:" + "/".join(f"{size}={length}" for size, length in self.ranges)
+
+    @property
+    def max_length(self) -> int:
+        return max(length for _, length in self.ranges)
+
+    def lengths(self, view: BatchView) -> IntArray:
+        length = next((length for size, length in self.ranges if view.num_requests <= size), 0)
+        return np.full(view.num_requests, length, dtype=np.int64)
 
 
 @dataclass
@@ -48,15 +97,11 @@ class _SizeRange:
             self.current = min(self.current + 1, len(self.tiers) - 1)
             return
         before = self.current
-        while self.current and self.average <= self._floor(self.tiers[self.current - 1]):
+        while self.current and self.average <= max(self.tiers[self.current - 1] - 0.5, 0.5) - self.hysteresis:
             self.current -= 1
         if self.current == before:
             while self.current < len(self.tiers) - 1 and self.average > self.length - 0.5:
                 self.current += 1
-
-    def _floor(self, lower: int) -> float:
-        """The average at or below which the lower tier is taken."""
-        return max(lower - 0.5, 0.5) - self.hysteresis
 
 
 class Ema(Policy):
