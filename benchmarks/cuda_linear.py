@@ -126,7 +126,9 @@ class Stack:
         elif product == "gate_up":
             linear.norm_gate_up(self.hidden, self.norm, EPS, weight, self.activated, self.normed, self.gate_up, plan)
         elif product == "head":
-            linear.norm_head(self.hidden, self.norm, EPS, weight, self.logits, self.normed, plan)
+            linear.norm_linear(
+                self.hidden, self.norm, EPS, weight, None, self.logits, self.normed, None, plan, product="head"
+            )
         else:
             x = self.attended if product == "out" else self.activated
             linear.linear_residual(x, weight, self.hidden, None, self.workspace, plan)

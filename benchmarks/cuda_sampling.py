@@ -22,10 +22,9 @@ from collections.abc import Callable
 import torch
 import triton
 
-from faser.runtime.cuda.noise import mixed_seed
 from faser.runtime.cuda.rows import DeviceRows, Requests, expand, next_draft_rows
-from faser.runtime.cuda.sampling import Choices, Slots, inverse_temperature, sample
-from faser.runtime.cuda.verdict import FIRST_TOKEN, judge
+from faser.runtime.cuda.sampling import Choices, Slots, inverse_temperature, mixed_seed, sample
+from faser.runtime.cuda.verifier import FIRST_TOKEN, judge
 
 BYTES_PER_SECOND = 4.3e12
 CACHE_BYTES = 150_000_000  # several times what the L2 keeps of a stream of reads

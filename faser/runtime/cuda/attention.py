@@ -186,9 +186,6 @@ class Memory:
         )
 
 
-# ---- rotation and writing ----
-
-
 def rotate_and_write(
     qkv: Tensor,
     positions: Tensor,
@@ -222,9 +219,6 @@ def rotate_and_write(
         num_heads=num_heads, num_kv_heads=kv_entry // 2, head_dim=head_dim, page_size=page_size,
         block_heads=block_heads, normalise=qk_norm is not None, overlap=overlap, num_warps=2, launch_pdl=overlap,
     )  # fmt: skip
-
-
-# ---- attention ----
 
 
 def attend(

@@ -4,13 +4,10 @@ Knows Triton's kernels and its compiler; knows nothing of models, shapes or grap
 kernel at its first launch. An engine launches some seventy variants: half a minute if compiled one after the other.
 Here launches are dry: they are recorded and not carried out, and all cores compile the variants they need.
 
-Threads suffice, because the compiler's passes and the assembler run outside Python's lock: two threads are 1.8 times as
-fast as one. An eighth of the work needs the lock: building a kernel's first form from its source. Processes would not
-share the lock, but each would import torch and the kernels first, which takes longer than the gain. Nothing is compiled
-before all launches are recorded, because recording needs the lock.
-
-Older versions of Triton also have a C compiler make a launcher for each signature, at the first launch; that is done
-here, too. All results are kept in Triton's cache on disk, where the next start finds them.
+Threads suffice: seven eighths of the work run outside Python's lock, and processes would each import torch and the
+kernels first, which takes longer than the gain. Nothing is compiled before all launches are recorded, because recording
+needs the lock. Older versions of Triton also have a C compiler make a launcher for each signature, at the first launch;
+that is done here, too. All results are kept in Triton's cache on disk, where the next start finds them.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found"

@@ -1,6 +1,6 @@
 """How sure the draft model is of its tokens, read back by the host while drafts are made.
 
-Knows drafts and the rule that ends them (faser/policy/stopping.py). Knows nothing of the target.
+Knows drafts and the rule that ends them (faser/rules/stopping.py). Knows nothing of the target.
 """
 
 from __future__ import annotations
@@ -48,11 +48,15 @@ class DraftConfidence:
         self._readback = Readback(max(1, max_length), max_requests, device)
         self._requests: list[IntArray] = []  # of each token: who drafted it, by index in the plan
 
-    def draft_all(self, step: LaunchedStep, draft: Draft) -> None:
-        """Draft to the full lengths; `values` tells the confidence later."""
+    def draft(self, step: LaunchedStep, draft: Draft, num_sms: int = 0, *, reads: bool = False) -> Iterator[None]:
+        """Draft by the rule of the plan, else to the full lengths. `reads`: `values` tells the confidence later."""
+        if step.plan.stopping is not None:
+            yield from self.draft_by_rule(step, step.plan.stopping, draft, num_sms)
+            return
         self._requests.clear()
-        while draft.extend():
-            self._request(draft)
+        while draft.extend(num_sms):
+            if reads:
+                self._request(draft)
         step.num_drafted = draft.num_tokens
 
     def draft_by_rule(self, step: LaunchedStep, stopping: Stopping, draft: Draft, num_sms: int = 0) -> Iterator[None]:
@@ -65,10 +69,9 @@ class DraftConfidence:
             return
         yield
         watch = stopping.watch(self._requests[0])
-        while True:
+        while num_unfinished := draft.num_unfinished:
             latest = self._readback.take()[len(self._requests) - 1]
-            num_unfinished = draft.num_unfinished
-            if not num_unfinished or not watch.goes_on(latest[:num_unfinished].tolist()):
+            if not watch.goes_on(latest[:num_unfinished].tolist()):
                 break
             draft.extend(num_sms)
             self._request(draft)

@@ -10,15 +10,14 @@ import torch
 from faser.engine import prompt_pace
 from faser.errors import ConfigError
 from faser.models.config import ModelConfig
-from faser.models.transformer import Transformer
 from faser.progress import progress_bar
 from faser.runtime.cuda.drafter import CudaDrafter, CudaModelDrafter, CudaNgramDrafter
 from faser.runtime.cuda.executor import CudaExecutor
+from faser.runtime.cuda.graphs import MIXED_BUCKETS, ROW_BUCKETS
 from faser.runtime.cuda.lanes import Lanes
 from faser.runtime.cuda.memory import Ledger, explained_shortage, fitting_pages
 from faser.runtime.cuda.model import CudaModel
 from faser.runtime.cuda.sampling import Slots
-from faser.runtime.cuda.shapes import MIXED_BUCKETS, ROW_BUCKETS
 from faser.runtime.device import Parts, Profiling, Speeds
 
 MIN_HEAD_DIM = 16  # the narrowest operand of a tensor core
@@ -57,65 +56,35 @@ class CudaDevice:
     def default_kv_memory(self) -> None:
         return None
 
+    @explained_shortage(ConfigError)
     def make_executor(self, parts: Parts) -> tuple[CudaExecutor, int]:
-        with explained_shortage(ConfigError):
-            return self._make_executor(parts)
-
-    def _make_executor(self, parts: Parts) -> tuple[CudaExecutor, int]:
         limits, device = parts.limits, parts.target.device
         for role, model in zip(("target", "draft"), parts.models, strict=False):
             self.require_heads(role, model.config)
         if limits.max_running > ROW_BUCKETS[-1]:
             raise ConfigError(f"max_running={limits.max_running}: a GPU batch has at most {ROW_BUCKETS[-1]} requests")
-        ledger = Ledger(sum(model.num_bytes for model in parts.models)) if device.type == "cuda" else None
+        ledger = Ledger(sum(each.num_bytes for each in parts.models)) if device.type == "cuda" else None
         longest = limits.max_model_len + 2 * parts.max_length + 1
         slots = Slots.allocate(limits.max_running, longest, device)
         lanes = Lanes(device)
-
-        def on_device(model: Transformer, writes: bool) -> CudaModel:
-            return CudaModel(
-                model,
-                slots,
-                max_requests=limits.max_running,
-                max_rows=limits.max_batch_tokens,
-                max_context=limits.max_model_len,
-                page_size=parts.page_size,
-                lanes=lanes,
-                writes=writes,
-            )
-
-        target = on_device(parts.target, False)
-        draft = on_device(parts.draft, True) if parts.draft is not None else None
+        target = CudaModel(parts.target, slots, limits, parts.page_size, lanes)
+        models = [target]
         drafter: CudaDrafter | None = None
-        if draft is not None:
-            drafter = CudaModelDrafter(draft)
+        if parts.draft is not None:
+            models.append(CudaModel(parts.draft, slots, limits, parts.page_size, lanes, writes=True))
+            drafter = CudaModelDrafter(models[1])
         elif parts.uses_ngrams:
             drafter = CudaNgramDrafter(slots, parts.history.numpy())
-        acceptance = None
-        if parts.acceptance is not None:
-            acceptance = torch.full((max(1, parts.max_length),), parts.acceptance, device=device)
-        executor = CudaExecutor(
-            target,
-            drafter,
-            slots,
-            parts.sampler,
-            parts.history.numpy(),
-            max_length=parts.max_length,
-            acceptance=acceptance,
-            runs_ahead=self.runs_ahead,
-            lanes=lanes if draft is not None else None,
-        )
+        executor = CudaExecutor(parts, target, drafter, slots, lanes, runs_ahead=self.runs_ahead)
         if ledger is not None:
             ledger.buffers_are_made()
-        models = [target] + ([draft] if draft is not None else [])
-        page_bytes = sum(model.page_bytes for model in models)
+        page_bytes = sum(each.page_bytes for each in models)
         num_pages = parts.num_pages
         if num_pages is None:
             assert ledger is not None, "off a GPU the number of pages is given"
-            num_pages = fitting_pages(parts, page_bytes, ledger.free, ledger.total)
-        target.allocate_pages(num_pages)
-        if draft is not None:
-            draft.allocate_pages(num_pages)
+            num_pages = fitting_pages(parts, page_bytes, *torch.cuda.mem_get_info())
+        for each in models:
+            each.allocate_pages(num_pages)
         with progress_bar("compiling kernels and capturing graphs") as update:
             executor.prepare(parts.usual_length, update)
         if ledger is not None:

@@ -6,6 +6,7 @@ Knows plans and its own model; knows nothing of the target.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -14,9 +15,9 @@ import numpy as np
 import torch
 
 from faser.arrays import IntArray
+from faser.runtime.cuda.graphs import Shape, first_draft, next_draft, on_part
 from faser.runtime.cuda.model import CudaModel
 from faser.runtime.cuda.sampling import Slots
-from faser.runtime.cuda.shapes import Shape, first_draft, next_draft, on_part
 from faser.runtime.ngram import lookup
 from faser.step import PageWrites, StepPlan
 
@@ -25,24 +26,16 @@ class Draft(Protocol):
     """The drafts of one step while they are made. B requests of the plan, n that drafted in the latest launch."""
 
     @property
-    def num_tokens(self) -> IntArray:
-        """[B] tokens drafted so far."""
-        ...
+    def num_tokens(self) -> IntArray: ...  # [B] tokens drafted so far
 
     @property
-    def requests(self) -> IntArray:
-        """[n] by index in the plan, in the order of the rows of the launch."""
-        ...
+    def requests(self) -> IntArray: ...  # [n] by index in the plan, in the order of the rows of the launch
 
     @property
-    def num_unfinished(self) -> int:
-        """How many of the first of them have not reached their lengths."""
-        ...
+    def num_unfinished(self) -> int: ...  # how many of the first of these have not reached their lengths
 
     @property
-    def confidence(self) -> torch.Tensor | None:
-        """[n or more] probability of the latest tokens, on the device; None: the drafter has no probabilities."""
-        ...
+    def confidence(self) -> torch.Tensor | None: ...  # [n or more] probabilities of the latest tokens, if known
 
     def extend(self, num_sms: int = 0) -> bool:
         """Launch the next token of every request that has not reached its length. False: nobody had one to come.
@@ -52,38 +45,31 @@ class Draft(Protocol):
         ...
 
 
-class CudaDrafter(Protocol):
+class CudaDrafter(ABC):
     """Makes the drafts of a step.
 
     Room for draft heads: a drafter that reads the target's hidden states gets one more method, which the executor calls
     behind each verification with the rows it computed; a drafter of blocks launches several tokens in one `extend`.
     """
 
-    @property
-    def needs_tokens(self) -> bool:
-        """Whether the host must know all tokens of the context. Then no step is planned ahead of a result."""
-        ...
-
-    @property
-    def models(self) -> Sequence[CudaModel]:
-        """Whose graphs are captured."""
-        ...
+    needs_tokens = False  # the host must know all tokens of the context; then no step is planned ahead of a result
+    models: tuple[CudaModel, ...] = ()  # whose graphs are captured
 
     def graphs(self, num_requests: Sequence[int], length: int) -> list[tuple[CudaModel, Shape | None]]:
         """What drafts of `length` tokens replay, for these batch sizes."""
-        ...
+        return []
 
-    def apply(self, writes: PageWrites) -> None: ...
+    def apply(self, writes: PageWrites) -> None:
+        for model in self.models:
+            model.apply(writes)
 
+    @abstractmethod
     def begin(self, plan: StepPlan) -> Draft:
         """The drafts of a step. Nothing is launched before the first `extend`."""
-        ...
 
 
-class CudaModelDrafter:
+class CudaModelDrafter(CudaDrafter):
     """A small model that samples with the target's noise, so that it agrees as often as it can."""
-
-    needs_tokens = False
 
     def __init__(self, model: CudaModel) -> None:
         self.models = (model,)
@@ -93,9 +79,6 @@ class CudaModelDrafter:
         (model,) = self.models
         first: list[tuple[CudaModel, Shape | None]] = [(model, first_draft(size, 2)) for size in num_requests]
         return first + [(model, next_draft(size)) for size in num_requests if length > 1]
-
-    def apply(self, writes: PageWrites) -> None:
-        self.models[0].apply(writes)
 
     def begin(self, plan: StepPlan) -> ModelDraft:
         return ModelDraft(self.models[0], plan, self.ragged)
@@ -112,9 +95,8 @@ class ModelDraft:
         order = np.argsort(-plan.lengths, kind="stable")
         self._order = order[plan.draft_rows[order] > 0]  # [n] by index in the plan
         self._lengths = plan.lengths[self._order]
-        longest = int(self._lengths.max(initial=0))
-        # by tokens drafted: the requests that draft one more
-        self._num_active: list[int] = np.searchsorted(-self._lengths, -np.arange(longest)).tolist()
+        depths = np.arange(int(self._lengths.max(initial=0)) + 2)
+        self._num_active: list[int] = np.searchsorted(-self._lengths, -depths).tolist()  # [k] draft more than k
         self._depth = 0  # tokens launched
         self._model = model
         self._plan = plan
@@ -123,28 +105,28 @@ class ModelDraft:
     @property
     def num_tokens(self) -> IntArray:
         lengths = self._plan.lengths
-        return lengths if self._depth >= len(self._num_active) else np.minimum(lengths, self._depth)
+        return np.minimum(lengths, self._depth) if self.num_unfinished else lengths
 
     @property
     def requests(self) -> IntArray:
-        return self._order[: self._num_active[self._depth - 1] if self._num_active else 0]
+        return self._order[: self._num_active[self._depth - 1]]
 
     @property
     def num_unfinished(self) -> int:
-        return self._num_active[self._depth] if self._depth < len(self._num_active) else 0
+        return self._num_active[self._depth]
 
     @property
     def confidence(self) -> torch.Tensor:
         return self._model.choices.confidence
 
     def extend(self, num_sms: int = 0) -> bool:
-        if not self._order.size or 0 < self._depth >= len(self._num_active):
+        if not self._order.size or (self._depth and not self.num_unfinished):
             return False
         if self._depth == 0:
             self._launch_first(num_sms)
         else:
-            shape = next_draft(self._num_active[self._depth] if self._ragged else self._order.size)
-            self._model.launch(replace(shape, num_sms=num_sms) if num_sms else shape)
+            shape = next_draft(self.num_unfinished if self._ragged else self._order.size)
+            self._model.launch(replace(shape, num_sms=num_sms))
         self._depth += 1
         return True
 
@@ -157,24 +139,17 @@ class ModelDraft:
         )
         model.set_lengths(self._lengths)
         shape = on_part(first_draft(rows.size, int(rows.max())), num_sms)
-        model.launch_rows(shape, rows, start, self._num_active[0] if self._num_active else 0)
+        model.launch_rows(shape, rows, start, self.num_unfinished)
 
 
-class CudaNgramDrafter:
+class CudaNgramDrafter(CudaDrafter):
     """Prompt lookup on the host: what followed the last time these tokens were seen. It may find nothing."""
 
     needs_tokens = True
-    models: tuple[CudaModel, ...] = ()
 
     def __init__(self, slots: Slots, history: IntArray) -> None:
         self._slots = slots
         self._history = history  # int64 [max_slots, max_len] the host's copy of the tokens
-
-    def graphs(self, num_requests: Sequence[int], length: int) -> list[tuple[CudaModel, Shape | None]]:
-        return []
-
-    def apply(self, writes: PageWrites) -> None:
-        """It has no pages."""
 
     def begin(self, plan: StepPlan) -> NgramDraft:
         return NgramDraft(self._slots, self._history, plan)

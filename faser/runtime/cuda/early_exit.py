@@ -1,17 +1,21 @@
-"""Steps that drop drafts during their verification, by a rule that travels with the plan (faser/policy/early_exit.py).
+"""Steps that drop drafts during their verification, by a rule that travels with the plan (faser/rules/early_exit.py).
 
 Knows the target's layers and how to stop between two of them. An ordinary step does not come here. A verification runs
 in parts: graphs of some layers, and behind each part a graph that ranks the drafts among the tokens the layer would
 choose. The host reads the ranks, drops drafts, and the next part takes over the rows that are left.
 """
 
+# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 
 from faser.arrays import IntArray
 from faser.errors import ConfigError
@@ -21,18 +25,21 @@ from faser.runtime.cuda import linear
 from faser.runtime.cuda.compile import compile_all
 from faser.runtime.cuda.confidence import DraftConfidence, Readback
 from faser.runtime.cuda.drafter import CudaDrafter
+from faser.runtime.cuda.graphs import MIXED_BUCKETS, ROW_BUCKETS, Shape, verification
 from faser.runtime.cuda.launched import LaunchedStep
 from faser.runtime.cuda.memory import explained_shortage
 from faser.runtime.cuda.model import HEAD_ROWS, CudaModel
-from faser.runtime.cuda.ranks import NUM_RANK_ROWS, rank_drafts
-from faser.runtime.cuda.rows import expand, regather, settle
-from faser.runtime.cuda.shapes import MIXED_BUCKETS, ROW_BUCKETS, Shape, verification
+from faser.runtime.cuda.rows import DeviceRows, expand, regather, settle
+from faser.runtime.cuda.sampling import MOST_TILES_PER_BLOCK, RECENT, TILE, Slots, noise_keys, noisy_scores
 from faser.runtime.cuda.transfer import send
 from faser.runtime.cuda.verifier import CudaVerifier
 from faser.step import StepPlan
 
 # Rows of a verification that may stop between layers.
 PART_BUCKETS = ROW_BUCKETS + tuple(size for size in MIXED_BUCKETS if size > ROW_BUCKETS[-1])
+NUM_RANK_ROWS = 4  # rank, best score, own score, confidence of the draft model
+
+_INFINITY = tl.constexpr(math.inf)
 
 
 class CudaEarlyExit:
@@ -50,7 +57,7 @@ class CudaEarlyExit:
         plan, rule = step.plan, step.plan.exits
         assert rule is not None
         step.events.started()
-        yield from self._draft(step, rule)
+        yield from self._confidence.draft(step, self._drafter.begin(plan), reads=rule.needs_confidence)
         step.events.drafted()
         step.num_verified = self._verifier.resampler.prune(plan, step.num_drafted)
         exiting = None
@@ -67,23 +74,11 @@ class CudaEarlyExit:
         self._verifier.resample(step, shape)
         self._verifier.judge(shape)
 
-    def _draft(self, step: LaunchedStep, rule: ExitRule) -> Iterator[None]:
-        draft = self._drafter.begin(step.plan)
-        if step.plan.stopping is not None:
-            yield from self._confidence.draft_by_rule(step, step.plan.stopping, draft)
-        elif rule.needs_confidence:
-            self._confidence.draft_all(step, draft)
-        else:
-            while draft.extend():
-                pass
-            step.num_drafted = draft.num_tokens
-
     def _drop_before(self, step: LaunchedStep, exiting: Exiting) -> None:
         """Before the first layer: drop drafts by the draft model's confidence. Prompt lookup has none: NaN."""
         confidence = step.confidence
         if confidence is None:
-            depth = int(step.num_drafted.max())
-            confidence = self._confidence.values(step.num_drafted.size, depth)
+            confidence = self._confidence.values(step.num_drafted.size, int(step.num_drafted.max()))
         none = np.zeros(exiting.owner.size)
         exiting.take(none.astype(np.int64), none, confidence[exiting.owner, exiting.place])
         step.num_verified = exiting.left
@@ -104,8 +99,8 @@ class CudaEarlyExit:
                 exiting.skip()
                 continue
             judging = exiting.rows_before(exiting.left + 1)
-            parts.launch(shape, done, point.layer)
-            parts.launch_ranks(shape, point.candidates)
+            parts.capture(shape, done, point.layer)()
+            parts.capture_ranks(shape, point.candidates)()
             done = point.layer
             self._ranks.request(parts.ranks.view(-1))
             yield
@@ -118,7 +113,7 @@ class CudaEarlyExit:
         if not done:
             return None
         assert shape is not None
-        parts.launch(shape, done, parts.num_layers)
+        parts.capture(shape, done, parts.num_layers)()
         return shape
 
     def _part_shape(self, plan: StepPlan, num_drafted: IntArray) -> Shape | None:
@@ -153,31 +148,20 @@ class CudaEarlyExit:
         shapes = [self.parts.shape(size, self._verifier.usual_rows) for size in sizes]
         return [shape for shape in reversed(shapes) if shape is not None]
 
-    def forget(self) -> None:
-        """Give up all graphs."""
-        self.parts.forget()
-
 
 class TargetParts:
     """The target's forward in parts: some layers at a time, and the ranks of the drafts behind them."""
 
     def __init__(self, target: CudaModel) -> None:
         device = target.model.device
+        self.num_layers, self.vocab_size = target.model.num_layers, target.model.config.vocab_size
         self.max_rows = min(target.max_rows, PART_BUCKETS[-1])
         self.ranks = torch.zeros(NUM_RANK_ROWS, self.max_rows, dtype=torch.float32, device=device)
         self._target = target
         self._index = torch.zeros(target.max_rows, dtype=torch.int32, device=device)
         self._cu_rows_before = torch.zeros_like(target.rows.cu_rows)
-        self._layers: dict[tuple[Shape, int, int], Callable[[], None]] = {}  # graphs
-        self._rankings: dict[tuple[Shape, int], Callable[[], None]] = {}  # graphs, by number of candidates
-
-    @property
-    def num_layers(self) -> int:
-        return self._target.model.num_layers
-
-    @property
-    def vocab_size(self) -> int:
-        return self._target.model.config.vocab_size
+        # by first and last layer, or by number of candidates
+        self.graphs: dict[tuple[Shape, *tuple[int, ...]], Callable[[], None]] = {}
 
     def shape(self, num_rows: int, rows_per_request: int) -> Shape | None:
         """The graphs of a verification of num_rows rows; None if no graphs are large enough."""
@@ -191,20 +175,16 @@ class TargetParts:
         target = self._target
         target.requests.num_drafted[: num_drafted.size].copy_(send(num_drafted.astype(np.int32), target.model.device))
 
-    def launch(self, shape: Shape, first: int, last: int) -> None:
-        """Replay the graph of layers first to last - 1; capture it first if need be.
-
-        The first part lays the rows out. A later part comes behind `launch_ranks` and takes over the rows that are left
-        by `set_drafted`. Behind the last layer tokens are chosen.
-        """
-        self.capture(shape, first, last)
-        self._layers[shape, first, last]()
-
-    def capture(self, shape: Shape, first: int, last: int) -> None:
-        if (shape, first, last) not in self._layers:
-            self._layers[shape, first, last] = self._capture(lambda: self.forward(shape, first, last))
+    def capture(self, shape: Shape, first: int, last: int) -> Callable[[], None]:
+        """The graph of `forward`."""
+        return self._capture((shape, first, last), lambda: self.forward(shape, first, last))
 
     def forward(self, shape: Shape, first: int, last: int) -> None:
+        """Layers first to last - 1.
+
+        The first part lays the rows out. A later part comes behind `rank` and takes over the rows that are left by
+        `set_drafted`. Behind the last layer tokens are chosen.
+        """
         target, model = self._target, self._target.model
         requests, rows = target.requests_of(shape), target.rows_of(shape)
         hidden, size = target.hidden[: shape.num_rows], shape.num_requests
@@ -221,17 +201,15 @@ class TargetParts:
         if last == model.num_layers:
             target.choose(shape, rows, hidden)
 
-    def launch_ranks(self, shape: Shape, candidates: int) -> None:
-        """Behind a part: the ranks of its drafts among the first `candidates` tokens (0: all), into `ranks`."""
-        self.capture_ranks(shape, candidates)
-        self._rankings[shape, candidates]()
-
-    def capture_ranks(self, shape: Shape, candidates: int) -> None:
-        if (shape, candidates) not in self._rankings:
-            self._rankings[shape, candidates] = self._capture(lambda: self.rank(shape, candidates))
+    def capture_ranks(self, shape: Shape, candidates: int) -> Callable[[], None]:
+        """The graph of `rank`."""
+        return self._capture((shape, candidates), lambda: self.rank(shape, candidates))
 
     def rank(self, shape: Shape, candidates: int) -> None:
-        """The head on the rows of a part, and the ranks by it. The rows are left in `normed` for the next part."""
+        """Behind a part: the ranks of its drafts among the first `candidates` tokens (0: all), into `ranks`.
+
+        The rows are left in `normed` for the next part.
+        """
         target, model = self._target, self._target.model
         rows, hidden = target.rows_of(shape), target.hidden[: shape.num_rows]
         norm, eps = model.final_norm, model.config.norm_eps
@@ -240,19 +218,103 @@ class TargetParts:
         for first in range(0, shape.num_rows, HEAD_ROWS):
             some = hidden[first : first + HEAD_ROWS]
             logits = memory[: some.shape[0] * head.shape[0]].view(-1, head.shape[0])
-            linear.norm_head(some, norm, eps, head, logits, target.normed[: some.shape[0]])
-            rank_drafts(
-                logits, first, rows.slots, rows.positions, rows.token_ids, rows.num_rows, target.slots, self.ranks,
-                hidden, norm, eps, model.head,
-            )  # fmt: skip
+            linear.norm_linear(some, norm, eps, head, None, logits, target.normed[: some.shape[0]], product="head")
+            rank_drafts(logits, first, rows, target.slots, self.ranks, hidden, norm, eps, model.head)
         target.normed[: shape.num_rows].copy_(hidden)
         self._cu_rows_before[: shape.num_requests + 1].copy_(rows.cu_rows)
 
-    def forget(self) -> None:
-        self._layers.clear()
-        self._rankings.clear()
-
-    def _capture(self, run: Callable[[], None]) -> Callable[[], None]:
+    def _capture(self, key: tuple[Shape, *tuple[int, ...]], run: Callable[[], None]) -> Callable[[], None]:
         """A graph may be captured between two parts of a step, and must not disturb the rows of the part before it."""
-        target = self._target
-        return target.capture_idle(run, kept=(self._cu_rows_before, self.ranks, target.normed, target.rows.cu_rows))
+        if key not in self.graphs:
+            target = self._target
+            kept = (self._cu_rows_before, self.ranks, target.normed, target.rows.cu_rows)
+            self.graphs[key] = target.capture_idle(run, kept=kept)
+        return self.graphs[key]
+
+
+def rank_drafts(
+    logits: torch.Tensor,
+    first: int,
+    rows: DeviceRows,
+    slots: Slots,
+    ranks: torch.Tensor,
+    hidden: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    head: torch.Tensor,
+) -> None:
+    """Rank the draft behind each row among candidate tokens, into ranks float32 [4, R].
+
+    The draft behind a row is the token of the next row, if both belong to one request; other columns are left as they
+    are. The four rows: candidates that score above the draft, the best score, the draft's score, and the draft model's
+    confidence. Scores include the row's noise unless the request is greedy.
+
+    logits [n, C] are of the rows first … first + n - 1 and of the first C tokens, by any layer. The logit of a draft
+    outside the first C tokens is computed here, from the hidden states [R, H], the norm [H] and the head [V, H].
+    """
+    num_bucket_rows, num_columns = logits.shape
+    ranks[0, first : first + num_bucket_rows].zero_()
+    ranks[1, first : first + num_bucket_rows].fill_(-math.inf)
+    num_blocks = -(-num_columns // (TILE * MOST_TILES_PER_BLOCK))
+    _rank_kernel[(num_bucket_rows, num_blocks)](
+        logits, first, rows.slots, rows.positions, rows.token_ids, rows.num_rows,
+        slots.seeds, slots.inverse_temperatures, slots.recent_confidence, ranks, hidden, norm, head, eps,
+        logits.stride(0), ranks.stride(0), hidden.stride(0), head.stride(0), num_columns, head.shape[1],
+        tile_width=TILE, tiles_per_block=MOST_TILES_PER_BLOCK, recent=RECENT, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _logit(hidden, norm, head, eps, width, block: tl.constexpr):
+    """rms_norm(hidden) @ head, of one row and one token."""
+    square, product = tl.zeros([block], tl.float32), tl.zeros([block], tl.float32)
+    for begin in range(0, width, block):
+        column = begin + tl.arange(0, block)
+        inside = column < width
+        x = tl.load(hidden + column, mask=inside, other=0).to(tl.float32)
+        weight = tl.load(norm + column, mask=inside, other=0).to(tl.float32)
+        square += x * x
+        product += x * weight * tl.load(head + column, mask=inside, other=0).to(tl.float32)
+    return tl.sum(product, axis=0) / tl.sqrt(tl.sum(square, axis=0) / width + eps)
+
+
+@triton.jit(do_not_specialize=["first", "num_rows", "ranks_stride"])
+def _rank_kernel(
+    logits, first, row_slots, positions, token_ids, num_rows, seeds, inverse_temperatures, confidence,
+    ranks, hidden, norm, head, eps, logits_stride, ranks_stride, hidden_stride, head_stride,
+    num_columns, width,
+    tile_width: tl.constexpr, tiles_per_block: tl.constexpr, recent: tl.constexpr,
+):  # fmt: skip
+    row = first + tl.program_id(0)
+    if row + 1 >= tl.load(num_rows):
+        return
+    slot = tl.load(row_slots + row).to(tl.int64)
+    if tl.load(row_slots + row + 1).to(tl.int64) != slot:
+        return
+    drafted = tl.load(token_ids + row + 1)
+    inverse_temperature = tl.load(inverse_temperatures + slot)
+    position = tl.load(positions + row) + 1
+    key0, key1 = noise_keys(tl.load(seeds + slot), position)
+    logits += tl.program_id(0).to(tl.int64) * logits_stride
+    if drafted < num_columns:
+        logit = tl.load(logits + drafted).to(tl.float32)
+    else:
+        logit = _logit(
+            hidden + row.to(tl.int64) * hidden_stride, norm, head + drafted.to(tl.int64) * head_stride, eps, width,
+            tile_width,
+        )  # fmt: skip
+    own = noisy_scores(logit, drafted, inverse_temperature, key0, key1)
+    above = 0.0
+    best = own
+    for index in range(tiles_per_block):
+        column = (tl.program_id(1) * tiles_per_block + index) * tile_width + tl.arange(0, tile_width)
+        x = tl.load(logits + column, mask=column < num_columns, other=-_INFINITY).to(tl.float32)
+        score = noisy_scores(x, column, inverse_temperature, key0, key1)
+        score = tl.where(column < num_columns, score, -_INFINITY)
+        above += tl.sum((score > own).to(tl.float32), axis=0)
+        best = tl.maximum(best, tl.max(score, axis=0))
+    tl.atomic_add(ranks + row, above)
+    tl.atomic_max(ranks + ranks_stride + row, best)
+    if tl.program_id(1) == 0:
+        tl.store(ranks + 2 * ranks_stride + row, own)
+        tl.store(ranks + 3 * ranks_stride + row, tl.load(confidence + slot * recent + position % recent))

@@ -25,20 +25,18 @@ from faser.runtime.cuda.compile import compile_all
 from faser.runtime.cuda.confidence import DraftConfidence
 from faser.runtime.cuda.drafter import CudaDrafter
 from faser.runtime.cuda.early_exit import CudaEarlyExit
+from faser.runtime.cuda.graphs import ROW_BUCKETS, Shape, verification
 from faser.runtime.cuda.lanes import Lanes
 from faser.runtime.cuda.launched import LaunchedStep, ResultBuffer
 from faser.runtime.cuda.memory import explained_shortage
 from faser.runtime.cuda.model import CudaModel
-from faser.runtime.cuda.noise import mixed_seed
 from faser.runtime.cuda.overlap import CudaOverlap
 from faser.runtime.cuda.resampling import Resampler
-from faser.runtime.cuda.sampling import Slots, inverse_temperature
-from faser.runtime.cuda.shapes import ROW_BUCKETS, Shape, verification
+from faser.runtime.cuda.sampling import Slots, inverse_temperature, mixed_seed
 from faser.runtime.cuda.transfer import send
-from faser.runtime.cuda.verdict import BROKEN as BROKEN_ROW
-from faser.runtime.cuda.verdict import FIRST_TOKEN, HIT, NUM_ACCEPTED
-from faser.runtime.cuda.verifier import CudaVerifier
-from faser.runtime.sampling import BROKEN, Sampler
+from faser.runtime.cuda.verifier import FIRST_TOKEN, HIT, IS_BROKEN, NUM_ACCEPTED, CudaVerifier
+from faser.runtime.device import Parts
+from faser.runtime.sampling import BROKEN
 from faser.step import Admission, StepPlan, StepResult
 
 PROMPT_ROWS = (8, 16, 32, 1 << 30)  # sizes of prompts that take kernels of their own
@@ -46,32 +44,25 @@ MAX_STEPS = 2  # steps submitted and not collected
 
 
 class CudaExecutor:
-    """`history` int64 [max_slots, max_len] is the host's copy of the tokens, for prompt lookup and for grammars.
-
-    `acceptance` [max_length], for measuring: probabilities to accept drafts by position, whatever they say. `lanes` are
-    given where drafting may overlap with verification.
-    """
+    """Runs plans on models whose KV pages the caller allocates."""
 
     def __init__(
         self,
+        parts: Parts,
         target: CudaModel,
         drafter: CudaDrafter | None,
         slots: Slots,
-        sampler: Sampler,
-        history: IntArray,
+        lanes: Lanes,
         *,
-        max_length: int = 0,
-        acceptance: torch.Tensor | None = None,
-        runs_ahead: bool = False,
-        lanes: Lanes | None = None,
+        runs_ahead: bool,
     ) -> None:
-        max_requests, device = target.requests.slots.shape[0], target.model.device
+        max_requests, device, max_length = parts.limits.max_running, target.model.device, parts.max_length
         self.target = target
         self.drafter = drafter
         self._slots = slots
-        self._history = history
-        self._resampler = Resampler(target, slots, sampler, history)
-        self.verifier = CudaVerifier(target, slots, self._resampler, max_length, acceptance)
+        self._history = parts.history.numpy()  # int64 [max_slots, max_len] the host's copy of the tokens
+        self._resampler = Resampler(target, slots, parts.sampler, self._history)
+        self.verifier = CudaVerifier(target, slots, self._resampler, max_length, parts.acceptance)
         width = self.verifier.packed.shape[1]
         self._buffers = deque(ResultBuffer(max_requests, width, device) for _ in range(MAX_STEPS))
         self._steps: deque[LaunchedStep] = deque()
@@ -84,7 +75,7 @@ class CudaExecutor:
         if drafter is not None:
             self._confidence = DraftConfidence(max_length, max_requests, device)
             self.early_exit = CudaEarlyExit(drafter, self.verifier, self._confidence)
-            if lanes is not None:
+            if parts.draft is not None:
                 self.overlap = CudaOverlap(drafter, self.verifier, self._confidence, lanes)
 
     # ── a step ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -95,8 +86,8 @@ class CudaExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         """Enqueue a step. The device runs steps in the order they are submitted in."""
+        self.finish_launch()
         with torch.inference_mode(), explained_shortage(EngineError):
-            self._finish_launch()
             self._resampler.release(plan.released)
             self._admit(plan.admitted)
             self.target.apply(plan.target_pages)
@@ -118,7 +109,9 @@ class CudaExecutor:
         else:
             plan = step.plan
             step.events.started()
-            yield from self._draft(step)
+            step.num_drafted = plan.lengths
+            if self.drafter is not None and self._confidence is not None:
+                yield from self._confidence.draft(step, self.drafter.begin(plan))
             step.events.drafted()
             step.num_verified = self._resampler.prune(plan, step.num_drafted)
             shape = self.verifier.launch(plan, step.num_verified)
@@ -139,29 +132,12 @@ class CudaExecutor:
             return self.early_exit.run(step)
         return None
 
-    def _draft(self, step: LaunchedStep) -> Iterator[None]:
-        plan = step.plan
-        step.num_drafted = plan.lengths
-        if self.drafter is None:
-            return
-        draft = self.drafter.begin(plan)
-        if plan.stopping is not None and self._confidence is not None:
-            yield from self._confidence.draft_by_rule(step, plan.stopping, draft)
-            return
-        while draft.extend():
-            pass
-        step.num_drafted = draft.num_tokens
-
     def finish_launch(self) -> None:
         """Launch the rest of a step that waits for the host."""
         if self._steps and not self._steps[-1].is_launched:
             with torch.inference_mode(), explained_shortage(EngineError):
-                self._finish_launch()
-
-    def _finish_launch(self) -> None:
-        if self._steps:
-            for _ in self._steps[-1].launches:
-                pass
+                for _ in self._steps[-1].launches:
+                    pass
 
     def collect(self) -> StepResult:
         """The result of the oldest step that was submitted; waits for it."""
@@ -172,7 +148,8 @@ class CudaExecutor:
             step.events.wait()
             packed = step.results.packed[: step.plan.slots.size].numpy().astype(np.int64)
             verdict = self._verdict(step, packed)
-            self._settle_next(step, verdict)
+            if self._steps and self.overlap is not None and self.overlap.settle(self._steps[0], step, verdict):
+                self.finish_launch()
             return self._result(step, packed, replace(verdict, seconds=step.events.seconds()))
         finally:
             self._buffers.append(step.results)
@@ -185,13 +162,6 @@ class CudaExecutor:
             return self.overlap.verdict(step, verdict, packed[:, HIT])
         return verdict
 
-    def _settle_next(self, step: LaunchedStep, verdict: StepResult) -> None:
-        """The step behind `step` may wait for its verdict."""
-        if not self._steps or self.overlap is None:
-            return
-        if self.overlap.settle(self._steps[0], step, verdict, len(self._history)):
-            self.finish_launch()
-
     def _result(self, step: LaunchedStep, packed: IntArray, verdict: StepResult) -> StepResult:
         plan, samples = step.plan, step.plan.samples
         emitted = np.where(samples, verdict.num_accepted + 1, 0)
@@ -200,7 +170,7 @@ class CudaExecutor:
         offsets = np.arange(owners.size) - np.repeat(np.cumsum(emitted) - emitted, emitted)
         token_ids = tokens[owners, offsets]
         self._remember(plan, owners, offsets, token_ids)
-        failures = dict.fromkeys(np.flatnonzero(samples & (packed[:, BROKEN_ROW] != 0)).tolist(), BROKEN)
+        failures = dict.fromkeys(np.flatnonzero(samples & (packed[:, IS_BROKEN] != 0)).tolist(), BROKEN)
         failures |= {owner: why for owner, offset, why in step.answers.failed if offset < emitted[owner]}
         logprobs = {i: some[: int(emitted[i])] for i, some in step.answers.all_logprobs().items()}
         return replace(
@@ -211,7 +181,7 @@ class CudaExecutor:
     def _remember(self, plan: StepPlan, owners: IntArray, offsets: IntArray, token_ids: IntArray) -> None:
         """Keep the tokens the host needs. No step is planned ahead for these requests, so their positions are known."""
         if self.drafter is None or not self.drafter.needs_tokens:
-            kept = self._resampler.is_on_host(plan.slots[owners])
+            kept = self._resampler.is_on_host[plan.slots[owners]]
             owners, offsets, token_ids = owners[kept], offsets[kept], token_ids[kept]
         self._history[plan.slots[owners], plan.num_tokens[owners] + offsets] = token_ids
 
@@ -223,7 +193,7 @@ class CudaExecutor:
         if not self._runs_ahead or (self.drafter is not None and self.drafter.needs_tokens):
             return False
         drafts = (plan.lengths > 0) | (plan.frontier > 0)
-        needed = self._resampler.is_on_host(plan.slots) | (self._resampler.needs_positions(plan.slots) & drafts)
+        needed = self._resampler.is_on_host[plan.slots] | (self._resampler.is_special[plan.slots] & drafts)
         return not needed.any()
 
     def discard(self) -> None:
@@ -233,14 +203,13 @@ class CudaExecutor:
             if step.is_launched:
                 step.events.wait()
             elif self.overlap is not None:
-                self.overlap.wait()
+                self.overlap.stream.wait()
             self._buffers.append(step.results)
 
     def close(self) -> None:
         """Parts of the device are given back. Everything else goes with the tensors and graphs."""
         self.discard()
-        if self.overlap is not None:
-            self.overlap.forget_parts()
+        self.forget_overlap()
 
     def _admit(self, admitted: Sequence[Admission]) -> None:
         if not admitted:
@@ -322,4 +291,4 @@ class CudaExecutor:
     def forget_exits(self) -> None:
         """Early exit will not be used: give up what was captured to measure it."""
         if self.early_exit is not None:
-            self.early_exit.forget()
+            self.early_exit.parts.graphs.clear()

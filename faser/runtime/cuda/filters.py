@@ -26,9 +26,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from faser.arrays import FloatArray, IntArray
+from faser.arrays import BoolArray, FloatArray, IntArray
 from faser.request import SamplingParams, TokenLogprobs
-from faser.runtime.cuda.sampling import MIN_TEMPERATURE
+from faser.runtime.cuda.sampling import inverse_temperature
 from faser.runtime.cuda.transfer import send
 
 SMALL_TOP_K = 256  # up to this top_k, top_p reads only the best tokens; otherwise it sorts the row
@@ -94,7 +94,7 @@ class Filters:
         sampled = params.temperature > 0
         values = {
             "num_prompt": num_prompt,
-            "inverse_temperature": 1 / max(params.temperature, MIN_TEMPERATURE) if sampled else 1.0,
+            "inverse_temperature": inverse_temperature(params.temperature) if sampled else 1.0,
             "repetition": params.repetition_penalty,
             "presence": params.presence_penalty,
             "frequency": params.frequency_penalty,
@@ -106,7 +106,7 @@ class Filters:
             self._table[slot, _COLUMN[name]] = value
         self._filtered[slot] = values["top_k"] > 0 or values["top_p"] < 1 or values["log_min_p"] > -math.inf
 
-    def changes(self, slots: IntArray, positions: IntArray) -> NDArray[np.bool_]:
+    def changes(self, slots: IntArray, positions: IntArray) -> BoolArray:
         """Which rows `apply` changes: [S], [S] -> [S]."""
         return self._always[slots] | self._bans(slots, positions)
 
@@ -116,24 +116,17 @@ class Filters:
         A row that samples position t sees the prefix history[slot, :t], drafts included. `logits` is not changed. The
         result for a row with a NaN or without a finite maximum is undefined.
         """
-        rows = self._send_rows(slots, positions)
-        scores = self._adjust(logits, slots, positions, rows, history)
-        return self._filter(scores, slots, rows) if self._filtered[slots].any() else scores
-
-    def _send_rows(self, slots: IntArray, positions: IntArray) -> _Rows:
         table = self._table[slots]
         table[:, _COLUMN["slot"]] = slots
         table[:, _COLUMN["position"]] = positions
         # [columns, S, 1]
-        columns = send(np.ascontiguousarray(table.T), self._device).unsqueeze(-1)
-        return _Rows(*columns.unbind(0))
+        rows = _Rows(*send(np.ascontiguousarray(table.T), self._device).unsqueeze(-1).unbind(0))
+        scores = self._adjust(logits, slots, positions, rows, history)
+        return self._filter(scores, slots, rows) if self._filtered[slots].any() else scores
 
-    # --- bias, penalties, ban ----------------------------------------------------------------------------------------
-
-    def _bans(self, slots: IntArray, positions: IntArray) -> NDArray[np.bool_]:
+    def _bans(self, slots: IntArray, positions: IntArray) -> BoolArray:
         """Position t has t - num_prompt outputs before it."""
-        banned: NDArray[np.bool_] = positions - self._column("num_prompt", slots) < self._num_banned[slots]
-        return banned
+        return np.asarray(positions - self._column("num_prompt", slots) < self._num_banned[slots])
 
     def _adjust(self, logits: Tensor, slots: IntArray, positions: IntArray, rows: _Rows, history: Tensor) -> Tensor:
         scores = logits.clone()
@@ -172,8 +165,6 @@ class Filters:
             less = rows.presence.float() + rows.frequency.float() * counts.float()
             scores = torch.where(counts > 0, scores - less, scores)
         return scores
-
-    # --- top_k, top_p, min_p -----------------------------------------------------------------------------------------
 
     def _filter(self, scores: Tensor, slots: IntArray, rows: _Rows) -> Tensor:
         """Tokens that are dropped, by their probabilities at the row's temperature, get the score minus infinity."""
@@ -238,9 +229,6 @@ def _cut(weight: Tensor, top_p: Tensor, num_best: int) -> tuple[Tensor, Tensor]:
     missing = (wanted - mass[:, -1:]) / best[:, -1:]  # tokens like the last one; negative or NaN if none is missing
     more = missing.ceil().clamp(0, num_tokens).nan_to_num().long()
     return torch.where(size > num_best, num_best + more, size), least
-
-
-# --- log-probabilities -----------------------------------------------------------------------------------------------
 
 
 def logprobs(logits: Tensor, chosen: Tensor, count: int) -> Tensor:

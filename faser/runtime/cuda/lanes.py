@@ -48,7 +48,7 @@ class Lanes:
             smaller = min(num_sms, self.num_sms - num_sms)
             for part in _split(self._device, smaller):
                 self._contexts.append(part)
-                self._streams[part.num_sms] = torch.cuda.ExternalStream(part.stream, device=self._device)  # type: ignore[no-untyped-call]
+                self._streams[part.num_sms] = torch.cuda.ExternalStream(int(part.stream), device=self._device)  # type: ignore[no-untyped-call]
         return self._streams[num_sms]
 
     def close(self) -> None:
@@ -68,15 +68,11 @@ class _Part:
         flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
         self._context = _done(driver.cuGreenCtxCreate(description, device, flags.value))
         is_apart = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-        self._stream = _done(driver.cuGreenCtxStreamCreate(self._context, is_apart.value, 0))
-
-    @property
-    def stream(self) -> int:
-        return int(self._stream)
+        self.stream = _done(driver.cuGreenCtxStreamCreate(self._context, is_apart.value, 0))
 
     def destroy(self) -> None:
         driver = _driver()
-        _done(driver.cuStreamDestroy(self._stream))
+        _done(driver.cuStreamDestroy(self.stream))
         _done(driver.cuGreenCtxDestroy(self._context))
 
 

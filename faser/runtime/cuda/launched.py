@@ -6,17 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
-from faser.arrays import FloatArray, IntArray
+from faser.arrays import NONE, FloatArray, IntArray
 from faser.rules.early_exit import ExitReadings
 from faser.runtime.cuda.resampling import Answers
 from faser.step import StepPlan, StepSeconds
-
-
-def _no_counts() -> IntArray:
-    return np.zeros(0, dtype=np.int64)
 
 
 @dataclass
@@ -26,8 +21,8 @@ class LaunchedStep:
     plan: StepPlan  # as it runs
     results: ResultBuffer
     settled: StepPlan  # `plan` with its true numbers; the device may have settled them itself
-    num_drafted: IntArray = field(default_factory=_no_counts)
-    num_verified: IntArray = field(default_factory=_no_counts)
+    num_drafted: IntArray = field(default_factory=lambda: NONE)
+    num_verified: IntArray = field(default_factory=lambda: NONE)
     answers: Answers = field(default_factory=Answers)
     confidence: FloatArray | None = None  # [B, depth] of the drafts, where a rule asked for it between tokens
     exits: ExitReadings | None = None

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -57,9 +57,6 @@ class Workspace:
         )
 
 
-# ---- the products ----
-
-
 def norm_linear(
     x: Tensor,
     norm_weight: Tensor,
@@ -71,9 +68,13 @@ def norm_linear(
     workspace: Workspace | None = None,
     plan: Plan | None = None,
     num_sms: int = 0,
+    product: Literal["norm", "head"] = "norm",
 ) -> None:
-    """out = rms_norm(x) @ weight^T + bias. x [R, K], weight [N, K], out [R, N]; normed [R, K] is scratch."""
-    plan = plan or choose("norm", *_shape(x, weight), weight.dtype, num_sms=num_sms)
+    """out = rms_norm(x) @ weight^T + bias, in float32 if out is. x [R, K], weight [N, K], out [R, N].
+
+    normed [R, K] is scratch. A model's head has no bias.
+    """
+    plan = plan or choose(product, *_shape(x, weight), weight.dtype, num_sms=num_sms)
     if plan.kernel in ("chunks", "persistent"):
         _launch_rows(plan, x, weight, out, norm=norm_weight, eps=eps, bias=bias)
         return
@@ -82,32 +83,10 @@ def norm_linear(
         _launch_tiles(plan, normed, weight, out, bias=bias, workspace=workspace)
     elif bias is not None:
         torch.addmm(bias, normed, weight.t(), out=out)
-    else:
+    elif out.dtype is weight.dtype:
         torch.mm(normed, weight.t(), out=out)
-
-
-def norm_head(
-    x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    head: Tensor,
-    out: Tensor,
-    normed: Tensor,
-    plan: Plan | None = None,
-    num_sms: int = 0,
-) -> None:
-    """out = rms_norm(x) @ head^T, in float32 if out is. x [R, K], head [V, K], out [R, V]; normed [R, K] is scratch."""
-    plan = plan or choose("head", *_shape(x, head), head.dtype, num_sms=num_sms)
-    if plan.kernel in ("chunks", "persistent"):
-        _launch_rows(plan, x, head, out, norm=norm_weight, eps=eps)
-        return
-    rms_norm(x, norm_weight, eps, normed)
-    if plan.kernel == "tiles":
-        _launch_tiles(plan, normed, head, out)
-    elif out.dtype is head.dtype:
-        torch.mm(normed, head.t(), out=out)
     else:
-        torch.mm(normed, head.t(), out_dtype=out.dtype, out=out)
+        torch.mm(normed, weight.t(), out_dtype=out.dtype, out=out)
 
 
 def norm_gate_up(
@@ -159,9 +138,6 @@ def linear_residual(
             residual.add_(bias)
 
 
-# ---- around cuBLAS ----
-
-
 def rms_norm(x: Tensor, norm_weight: Tensor, eps: float, out: Tensor) -> None:
     """out = x / sqrt(mean(x^2) + eps) * norm_weight, row by row. x, out [R, K]."""
     _contiguous(x, out, norm_weight)
@@ -179,9 +155,6 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
     block = min(1024, triton.next_power_of_2(size))
     grid = (num_rows, triton.cdiv(size, block))
     silu_mul_kernel[grid](gate_up, out, size, BLOCK=block, **_dependent_launch(out))
-
-
-# ---- launches ----
 
 
 def _shape(x: Tensor, weight: Tensor) -> tuple[int, int, int]:

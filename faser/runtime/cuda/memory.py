@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -73,22 +73,13 @@ class Ledger:
 
     def __init__(self, weights: int) -> None:
         torch.cuda.empty_cache()
-        self._weights = weights
-        self._buffers = 0
-        self._others = self.total - self.free - weights
-
-    @property
-    def total(self) -> int:
-        return int(torch.cuda.mem_get_info()[1])
-
-    @property
-    def free(self) -> int:
-        return int(torch.cuda.mem_get_info()[0])
+        free, total = torch.cuda.mem_get_info()
+        self._known = Division(total, total - free - weights, weights, 0, 0, 0, 0)
 
     def buffers_are_made(self) -> None:
         torch.cuda.empty_cache()
-        self._buffers = self.total - self.free - self._others - self._weights
+        self._known = replace(self._known, buffers=self._known.left - torch.cuda.mem_get_info()[0])
 
     def graphs_are_made(self, pages: int, num_tokens: int) -> Division:
-        graphs = self.total - self.free - self._others - self._weights - self._buffers - pages
-        return Division(self.total, self._others, self._weights, self._buffers, pages, graphs, num_tokens)
+        known = replace(self._known, pages=pages, num_tokens=num_tokens)
+        return replace(known, graphs=known.left - torch.cuda.mem_get_info()[0])

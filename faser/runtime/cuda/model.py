@@ -9,7 +9,7 @@ neither write KV nor choose tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from faser.arrays import IntArray
-from faser.models.transformer import Layer, Transformer
-from faser.runtime.cuda import attention, graphs, linear
+from faser.limits import Limits
+from faser.models.transformer import Transformer
+from faser.runtime.cuda import attention, linear
+from faser.runtime.cuda.graphs import MIXED_BUCKETS, ROW_BUCKETS, Shape, capture, least
 from faser.runtime.cuda.lanes import Lanes
 from faser.runtime.cuda.rows import NUM_COLUMNS, DeviceRows, Requests, expand, next_draft_rows, settle
 from faser.runtime.cuda.sampling import Choices, Slots, sample
-from faser.runtime.cuda.shapes import MIXED_BUCKETS, ROW_BUCKETS, Shape, least
 from faser.runtime.cuda.tiling import Attending, Tiling
 from faser.runtime.cuda.transfer import Staging, send
 from faser.runtime.kv_cache import bytes_per_page
@@ -35,24 +36,16 @@ HEAD_ROWS = 512  # rows of logits at a time: 300 MB for a vocabulary of 150k
 class CudaModel:
     """A model, its pages and its buffers.
 
-    `max_rows` bounds the rows of one forward; all of them may be sampled from. The buffers also have room for the graph
-    that max_rows is rounded up to, and for two rows of each request. `writes` is for a draft model: sampled tokens go
-    into the history at once, and their confidence is kept.
+    All rows of a forward may be sampled from. The buffers also have room for the graph that the most rows are rounded
+    up to, and for two rows of each request. `writes` is for a draft model: sampled tokens go into the history at once,
+    and their confidence is kept.
     """
 
     def __init__(
-        self,
-        model: Transformer,
-        slots: Slots,
-        *,
-        max_requests: int,
-        max_rows: int,
-        max_context: int,
-        page_size: int,
-        lanes: Lanes,
-        writes: bool = False,
+        self, model: Transformer, slots: Slots, limits: Limits, page_size: int, lanes: Lanes, *, writes: bool = False
     ) -> None:
         config, device, dtype = model.config, model.device, model.dtype
+        max_requests, max_rows, max_context = limits.max_running, limits.max_batch_tokens, limits.max_model_len
         max_rows = max(least(ROW_BUCKETS, max_rows) or max_rows, 2 * (least(ROW_BUCKETS, max_requests) or max_requests))
         self.model = model
         self.max_rows = max_rows
@@ -161,15 +154,13 @@ class CudaModel:
         return shape
 
     def launch(self, shape: Shape) -> None:
-        """Replay the graph of a shape; capture it first if need be."""
-        self.capture(shape)
-        self._graphs[shape]()
+        self.capture(shape)()
 
-    def capture(self, shape: Shape) -> None:
-        """Make the graph of a shape, unless there is one. A forward runs once, without requests."""
-        if shape in self._graphs:
-            return
-        self._graphs[shape] = self.capture_idle(lambda: self.forward(shape), shape.num_sms)
+    def capture(self, shape: Shape) -> Callable[[], None]:
+        """The graph of a shape. If it must be captured first, a forward runs once, without requests."""
+        if shape not in self._graphs:
+            self._graphs[shape] = self.capture_idle(lambda: self.forward(shape), shape.num_sms)
+        return self._graphs[shape]
 
     def forget_parts(self) -> None:
         """Give up the graphs that keep to a part of the device."""
@@ -186,7 +177,7 @@ class CudaModel:
         before = [(each, each.clone()) for each in contents]
         for count in (self.requests.num_requests, *self.tiling.counts, self.rows.cu_wanted):
             count.zero_()
-        graph = graphs.capture(run, self.model.device, self._lanes.stream(num_sms) if num_sms else self._stream)
+        graph = capture(run, self.model.device, self._lanes.stream(num_sms) if num_sms else self._stream)
         for each, content in before:
             each.copy_(content)
         return graph
@@ -201,13 +192,13 @@ class CudaModel:
         self.launch(shape)
         if not num_wanted:
             return shape
-        self.capture_choosing(wanted)
-        self._choosing[wanted]()
+        self.capture_choosing(wanted)()
         return replace(shape, num_wanted=wanted)
 
-    def capture_choosing(self, num_wanted: int) -> None:
+    def capture_choosing(self, num_wanted: int) -> Callable[[], None]:
         if num_wanted not in self._choosing:
             self._choosing[num_wanted] = self.capture_idle(lambda: self.choose_wanted(num_wanted))
+        return self._choosing[num_wanted]
 
     def choose_wanted(self, num_wanted: int) -> None:
         """The head and the sampling of the latest mixed forward, which has at most num_wanted wanted rows."""
@@ -243,22 +234,14 @@ class CudaModel:
         hidden = (self.hidden if shape.wants_all else self._wanted)[indices]
         logits = self.logits.new_empty(len(indices), self.logits.shape[1])
         model = self.model
-        linear.norm_head(hidden, model.final_norm, model.config.norm_eps, model.head, logits, torch.empty_like(hidden))
+        linear.norm_linear(
+            hidden, model.final_norm, model.config.norm_eps, model.head, None, logits, torch.empty_like(hidden),
+            product="head",
+        )  # fmt: skip
         return logits
 
     def requests_of(self, shape: Shape) -> Requests:
-        whole, size = self.requests, shape.num_requests
-        return replace(
-            whole,
-            slots=whole.slots[:size],
-            start=whole.start[:size],
-            num_rows=whole.num_rows[:size],
-            num_drafted=whole.num_drafted[:size],
-            samples=whole.samples[:size],
-            unsettled=whole.unsettled[:size],
-            planned=whole.planned[:size],
-            frontier=whole.frontier[:size],
-        )
+        return Requests.of(self.requests.memory, shape.num_requests)
 
     def rows_of(self, shape: Shape) -> DeviceRows:
         whole = self.rows
@@ -276,42 +259,28 @@ class CudaModel:
         self, shape: Shape, rows: DeviceRows, attending: Sequence[Attending], layers: Iterable[int]
     ) -> Tensor:
         """Run layers over the rows in `hidden`, in place."""
-        hidden = self.hidden[: shape.num_rows]
-        for index in layers:
-            layer = self.model.layers[index]
-            qkv = self._project(layer, hidden, shape.num_sms)
-            attention.rotate_and_write(
-                qkv, rows.positions, rows.slots, rows.num_rows, self.table, self.model.cos, self.model.sin,
-                self.pages[index], layer.qk_norm, self.model.config.norm_eps, overlap=self._overlaps,
+        model, num_sms, eps = self.model, shape.num_sms, self.model.config.norm_eps
+        hidden, normed, qkv, attended, gate_up, activated = (
+            each[: shape.num_rows]
+            for each in (self.hidden, self.normed, self._qkv, self._attended, self._gate_up, self._activated)
+        )
+        for layer, pages in ((model.layers[index], self.pages[index]) for index in layers):
+            linear.norm_linear(
+                hidden, layer.attention_norm, eps, layer.qkv, layer.qkv_bias, qkv.flatten(1), normed, self._linear,
+                num_sms=num_sms,
             )  # fmt: skip
-            attended = self._attended[: shape.num_rows]
+            attention.rotate_and_write(
+                qkv, rows.positions, rows.slots, rows.num_rows, self.table, model.cos, model.sin, pages, layer.qk_norm,
+                eps, overlap=self._overlaps,
+            )  # fmt: skip
             for each in attending:
                 attention.attend(
-                    qkv, self.pages[index], self.table, each.tiles, attended, each.workspace, each.config,
-                    overlap=self._overlaps,
-                )  # fmt: skip
-            self._finish(layer, hidden, attended, shape.num_sms)
+                    qkv, pages, self.table, each.tiles, attended, each.workspace, each.config, overlap=self._overlaps
+                )
+            linear.linear_residual(attended, layer.out, hidden, layer.out_bias, self._linear, num_sms=num_sms)
+            linear.norm_gate_up(hidden, layer.mlp_norm, eps, layer.gate_up, activated, normed, gate_up, num_sms=num_sms)
+            linear.linear_residual(activated, layer.down, hidden, None, self._linear, num_sms=num_sms)
         return hidden
-
-    def _project(self, layer: Layer, hidden: Tensor, num_sms: int) -> Tensor:
-        qkv, normed = self._qkv[: hidden.shape[0]], self.normed[: hidden.shape[0]]
-        eps = self.model.config.norm_eps
-        linear.norm_linear(
-            hidden, layer.attention_norm, eps, layer.qkv, layer.qkv_bias, qkv.flatten(1), normed, self._linear,
-            num_sms=num_sms,
-        )  # fmt: skip
-        return qkv
-
-    def _finish(self, layer: Layer, hidden: Tensor, attended: Tensor, num_sms: int) -> None:
-        """The rest of a layer: the output projection of attention, and the gated MLP, added to `hidden` in place."""
-        size, eps = hidden.shape[0], self.model.config.norm_eps
-        linear.linear_residual(attended, layer.out, hidden, layer.out_bias, self._linear, num_sms=num_sms)
-        activated = self._activated[:size]
-        linear.norm_gate_up(
-            hidden, layer.mlp_norm, eps, layer.gate_up, activated, self.normed[:size], self._gate_up[:size],
-            num_sms=num_sms,
-        )  # fmt: skip
-        linear.linear_residual(activated, layer.down, hidden, None, self._linear, num_sms=num_sms)
 
     def choose(self, shape: Shape, rows: DeviceRows, hidden: Tensor) -> None:
         """The head and the sampling, HEAD_ROWS rows at a time."""
@@ -320,15 +289,13 @@ class CudaModel:
         for first in range(0, shape.num_wanted, HEAD_ROWS):
             some = slice(first, min(first + HEAD_ROWS, shape.num_wanted))
             logits = self.logits[: some.stop - first]
-            linear.norm_head(hidden[some], self.model.final_norm, self.model.config.norm_eps, self.model.head, logits,
-                             self.normed[some], num_sms=shape.num_sms)  # fmt: skip
+            linear.norm_linear(
+                hidden[some], self.model.final_norm, self.model.config.norm_eps, self.model.head, None, logits,
+                self.normed[some], num_sms=shape.num_sms, product="head",
+            )  # fmt: skip
             num_rows = rows.num_wanted if first == 0 else torch.sub(rows.num_wanted, first, out=self._rest)
             sample(
                 logits, rows.wanted_slots[some], rows.wanted_positions[some], num_rows, self.slots,
-                _some_choices(self.choices, some), vocabulary=self._vocabulary, write=self._writes,
+                self.choices[some], vocabulary=self._vocabulary, write=self._writes,
                 confidence=self._writes,
             )  # fmt: skip
-
-
-def _some_choices(choices: Choices, some: slice) -> Choices:
-    return Choices(*(getattr(choices, each.name)[some] for each in fields(choices)))

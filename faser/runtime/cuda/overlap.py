@@ -7,7 +7,7 @@ step is drafted first; the rest is drafted on a second stream while the target v
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,15 +23,13 @@ from faser.rules.overlap import MAX_REQUESTS, OverlapPlan
 from faser.runtime.cuda.compile import compile_all
 from faser.runtime.cuda.confidence import DraftConfidence
 from faser.runtime.cuda.drafter import CudaDrafter
+from faser.runtime.cuda.graphs import ROW_BUCKETS, Shape, first_draft, next_draft, on_part, verification
 from faser.runtime.cuda.lanes import Lanes
 from faser.runtime.cuda.launched import LaunchedStep
 from faser.runtime.cuda.memory import explained_shortage
 from faser.runtime.cuda.model import CudaModel
-from faser.runtime.cuda.shapes import ROW_BUCKETS, Shape, first_draft, next_draft, on_part, verification
 from faser.runtime.cuda.verifier import CudaVerifier
 from faser.step import Settling, StepPlan, StepResult
-
-FEW_REQUESTS = MAX_REQUESTS  # whose overlapping steps are captured ahead
 
 
 class CudaOverlap:
@@ -42,11 +40,12 @@ class CudaOverlap:
         self._verifier = verifier
         self._confidence = confidence
         self.lanes = lanes
-        self._stream = SideStream(verifier.target.model.device)
+        self.stream = SideStream(verifier.target.model.device)
 
     def run(self, step: LaunchedStep, is_ahead: bool) -> Iterator[None]:
         """Enqueue a step. `is_ahead`: the result of the step before it is not known."""
-        if is_ahead and _leads(step.plan):
+        assert step.plan.overlap is not None
+        if is_ahead and step.plan.overlap.leads:  # it must know who missed in the step before
             yield  # until `settle` has been called
         plan, overlap = step.plan, step.plan.overlap
         assert overlap is not None
@@ -62,26 +61,20 @@ class CudaOverlap:
         for _ in range(int(overlap.lead.max(initial=0))):
             draft.extend()
         step.events.verification_started()
-        self._stream.fork()
+        self.stream.fork()
         shape = self._launch_verification(step, overlap)
         # Launched behind the verification, which takes longer and should begin first.
-        with self._stream.switch():
+        with self.stream.switch():
             while draft.extend(overlap.draft_sms):
                 pass
             step.events.drafted()
         self._verifier.resample(step, shape)
-        self._stream.join()
+        self.stream.join()
         self._verifier.judge(shape, overlaps=True)
 
     def _run_in_turn(self, step: LaunchedStep, plan: StepPlan, overlap: OverlapPlan) -> Iterator[None]:
         """All drafts first; they are verified together with those of the step before."""
-        draft = self._drafter.begin(plan)
-        if plan.stopping is not None:
-            yield from self._confidence.draft_by_rule(step, plan.stopping, draft, overlap.draft_sms)
-        else:
-            while draft.extend(overlap.draft_sms):
-                pass
-            step.num_drafted = draft.num_tokens
+        yield from self._confidence.draft(step, self._drafter.begin(plan), overlap.draft_sms)
         step.events.drafted()
         shape = self._launch_verification(step, overlap)
         self._verifier.resample(step, shape)
@@ -110,21 +103,18 @@ class CudaOverlap:
         num_verified = np.minimum(step.num_verified, step.settled.judged_of(step.num_drafted))
         return replace(verdict, num_verified=num_verified, hits=hits)
 
-    def settle(self, step: LaunchedStep, before: LaunchedStep, result: StepResult, num_slots: int) -> bool:
+    def settle(self, step: LaunchedStep, before: LaunchedStep, result: StepResult) -> bool:
         """The result of the step before `step` is known. Whether `step` waited for that to be launched."""
         plan = step.plan
         if plan.overlap is None:
             return False
+        num_slots = self._verifier.target.slots.seeds.shape[0]
         settling = Settling.of(before.settled, result).spread(before.plan.slots, num_slots)
         step.settled = plan.settle(settling[plan.slots])
         if not plan.overlap.leads:
             return False
         step.plan = step.settled
         return True
-
-    def wait(self) -> None:
-        """Until the second stream is idle."""
-        self._stream.wait()
 
     # ── graphs ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -139,10 +129,10 @@ class CudaOverlap:
 
     def _graphs(self, splits: Collection[int]) -> list[tuple[CudaModel, Shape]]:
         target, (draft,) = self._verifier.target, self._drafter.models
-        few = [size for size in ROW_BUCKETS if size <= FEW_REQUESTS]
+        few = [size for size in ROW_BUCKETS if size <= MAX_REQUESTS]
         usual_rows = self._verifier.usual_rows
         depths = {usual_rows, max(usual_rows, ADAPTIVE_MAX_LENGTH + 1)}  # rows of a request, by policy or by lead
-        rows = [size for size in ROW_BUCKETS if 1 < size <= FEW_REQUESTS * max(depths)]
+        rows = [size for size in ROW_BUCKETS if 1 < size <= MAX_REQUESTS * max(depths)]
         verifications = [(size, 1) for size in few] + [(size, depth) for depth in depths for size in rows]
         shapes: list[tuple[CudaModel, Shape | None]] = []
         for split in sorted({0, *splits}):
@@ -160,11 +150,6 @@ class CudaOverlap:
         self.lanes.close()
 
 
-def _leads(plan: StepPlan) -> bool:
-    """Whether the step must know who missed in the step before."""
-    return plan.overlap is not None and plan.overlap.leads
-
-
 class SideStream:
     """A stream beside the current one. Without a GPU there is none, and its work runs at once."""
 
@@ -177,14 +162,9 @@ class SideStream:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
 
-    @contextmanager
-    def switch(self) -> Iterator[None]:
+    def switch(self) -> AbstractContextManager[Any]:
         """Work enqueued inside is enqueued on this stream."""
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.stream(self._stream):
-            yield
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
     def join(self) -> None:
         """The next work of the current stream waits for all work of this one."""

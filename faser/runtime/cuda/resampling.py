@@ -12,14 +12,13 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from faser.arrays import BoolArray, IntArray
 from faser.request import TokenLogprobs
 from faser.runtime.cuda.filters import Filters, logprobs, unpack_logprobs
+from faser.runtime.cuda.graphs import Shape
 from faser.runtime.cuda.model import CudaModel
 from faser.runtime.cuda.sampling import Choices, Slots, sample
-from faser.runtime.cuda.shapes import Shape
 from faser.runtime.cuda.transfer import send
 from faser.runtime.sampling import Sampler
 from faser.step import Admission, StepPlan
@@ -37,7 +36,8 @@ class Resampler:
         self._sampler = sampler
         self._history = history
         self._filters = Filters(len(history), vocab_size, device)
-        self._on_host = np.zeros(len(history), dtype=np.bool_)  # by slot: a grammar samples its rows on the host
+        self.is_on_host = np.zeros(len(history), dtype=np.bool_)  # by slot: a grammar samples its rows on the host
+        self.is_special = self._filters.is_special  # by slot: the host must know its positions
         most_rows = min(target.choices.tokens.shape[0], max(1, FILTERED_LOGITS // vocab_size))
         self._filtered = Choices.allocate(most_rows, vocab_size, device)
 
@@ -46,25 +46,15 @@ class Resampler:
             self._history[new.slot, : new.token_ids.size] = new.token_ids
             self._sampler.admit(new.slot, new.params, new.seed, new.num_prompt, sorted(new.stop_ids))
             self._filters.admit(new.slot, new.params, new.num_prompt, sorted(new.stop_ids))
-            self._on_host[new.slot] = new.params.grammar is not None
+            self.is_on_host[new.slot] = new.params.grammar is not None
 
     def release(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self._sampler.release(slot)
 
-    def is_on_host(self, slots: IntArray) -> BoolArray:
-        """Whose tokens the host must know."""
-        found: BoolArray = self._on_host[slots]
-        return found
-
-    def needs_positions(self, slots: IntArray) -> BoolArray:
-        """Whose positions the host must know, once drafts make them uncertain."""
-        found: BoolArray = self._filters.is_special[slots]
-        return found
-
     def prune(self, plan: StepPlan, num_drafted: IntArray) -> IntArray:
         """[B] the drafts that no grammar forbids. The host reads the drafts of requests that have a grammar."""
-        on_host = np.flatnonzero(self._on_host[plan.slots] & (num_drafted > 0)).tolist()
+        on_host = np.flatnonzero(self.is_on_host[plan.slots] & (num_drafted > 0)).tolist()
         if not on_host:
             return num_drafted
         for i in on_host:
@@ -75,8 +65,8 @@ class Resampler:
 
     def resample(self, plan: StepPlan, num_judged: IntArray, shape: Shape) -> Answers:
         """Replace tokens that the target's latest forward chose; num_judged [B] rows of each request are judged."""
-        on_host = self._on_host[plan.slots]
-        special = self._filters.is_special[plan.slots] & ~on_host
+        on_host = self.is_on_host[plan.slots]
+        special = self.is_special[plan.slots] & ~on_host
         answers = Answers()
         if (on_host & (num_judged > 0)).any():
             self._sample_on_host(_JudgedRows.of(plan, num_judged, on_host), shape, answers)
@@ -118,7 +108,7 @@ class Resampler:
             if asking.size:
                 chosen = self._target.choices.tokens[where[-asking.size :]]
                 packed = logprobs(logits[-asking.size :], chosen, num_best).to("cpu", non_blocking=True)
-                answers.pending.append(_PendingLogprobs(rows[asking], counts[asking], packed))
+                answers.pending.append((rows[asking], counts[asking], packed))
 
     def _choose_filtered(self, rows: _JudgedRows, logits: torch.Tensor, where: torch.Tensor) -> None:
         """Only tokens change. Whether a row is broken was decided by the forward, by the unfiltered logits."""
@@ -141,7 +131,7 @@ class _JudgedRows:
     positions: IntArray
 
     @classmethod
-    def of(cls, plan: StepPlan, num_judged: IntArray, wanted: NDArray[np.bool_]) -> _JudgedRows:
+    def of(cls, plan: StepPlan, num_judged: IntArray, wanted: BoolArray) -> _JudgedRows:
         """The rows of the wanted requests; num_judged [B] rows of each request are judged."""
         owners = np.repeat(np.arange(num_judged.size), num_judged)
         places = np.flatnonzero(wanted[owners])
@@ -153,36 +143,23 @@ class _JudgedRows:
         return _JudgedRows(*(getattr(self, each.name)[some] for each in fields(self)))
 
 
-@dataclass(frozen=True)
-class _PendingLogprobs:
-    """Log-probabilities on their way to the host. They have arrived when the step is finished."""
-
-    rows: _JudgedRows
-    counts: IntArray  # [S] how many of the most likely tokens each row asks for
-    packed: torch.Tensor
-
-
 @dataclass
 class Answers:
     """What a step returns beside tokens, by index in the plan."""
 
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # of rows sampled on the host
     failed: list[tuple[int, int, str]] = field(default_factory=list)  # index in the plan, row within it, reason
-    pending: list[_PendingLogprobs] = field(default_factory=list)
+    # Log-probabilities that have arrived on the host when the step is finished: the rows, how many of the most likely
+    # tokens each row asks for [S], and what `logprobs` packed.
+    pending: list[tuple[_JudgedRows, IntArray, torch.Tensor]] = field(default_factory=list)
 
     def all_logprobs(self) -> dict[int, list[TokenLogprobs]]:
         """By index in the plan, in the order of the rows, of a finished step."""
         found = dict(self.logprobs)
-        answers = [
-            (place, owner, answer)
-            for each in self.pending
-            for place, owner, answer in zip(
-                each.rows.places.tolist(),
-                each.rows.owners.tolist(),
-                unpack_logprobs(each.packed.numpy(), each.counts),
-                strict=True,
-            )
-        ]
+        answers: list[tuple[int, int, TokenLogprobs]] = []  # place, owner
+        for rows, counts, packed in self.pending:
+            unpacked = unpack_logprobs(packed.numpy(), counts)
+            answers += zip(rows.places.tolist(), rows.owners.tolist(), unpacked, strict=True)
         for _, owner, answer in sorted(answers, key=lambda item: item[0]):
             found.setdefault(owner, []).append(answer)
         return found

@@ -33,6 +33,7 @@ class Requests:
     """The requests of a plan: rows of context tokens from `start` on, then rows of drafts."""
 
     memory: torch.Tensor  # [8 * B + 1] all arrays below, so that one copy brings a plan
+    num_requests: torch.Tensor  # [1] how many of B are real
     slots: torch.Tensor  # [B]
     start: torch.Tensor  # [B] position of the first row
     num_rows: torch.Tensor  # [B] rows of context tokens
@@ -41,13 +42,16 @@ class Requests:
     unsettled: torch.Tensor  # [B] 1 where start and num_rows count on all drafts of the step before being accepted
     planned: torch.Tensor  # [B] drafts that the plan is to verify; fewer may have been made
     frontier: torch.Tensor  # [B] drafts of an earlier step behind the context, if they did not turn out void
-    num_requests: torch.Tensor  # [1] how many of B are real
 
     @classmethod
     def allocate(cls, max_requests: int, device: torch.device | str) -> Requests:
         memory = torch.zeros(NUM_COLUMNS * max_requests + 1, dtype=torch.int32, device=device)
-        slots, start, num_rows, num_drafted, samples, unsettled, planned, frontier = memory[:-1].view(NUM_COLUMNS, -1)
-        return cls(memory, slots, start, num_rows, num_drafted, samples, unsettled, planned, frontier, memory[-1:])
+        return cls.of(memory, max_requests)
+
+    @classmethod
+    def of(cls, memory: torch.Tensor, size: int) -> Requests:
+        """The first `size` requests in a memory."""
+        return cls(memory, memory[-1:], *memory[:-1].view(NUM_COLUMNS, -1)[:, :size])
 
 
 @dataclass(frozen=True)
@@ -84,11 +88,10 @@ def settle(requests: Requests, refused: torch.Tensor, missed: torch.Tensor, shor
 
     The same as StepPlan.settle. `short` is given for the rows of a draft. In place, so once for each plan.
     """
-    size = requests.slots.shape[0]
     _settle_kernel[(1,)](
         requests.slots, requests.start, requests.num_rows, requests.num_drafted, requests.planned, requests.frontier,
         requests.unsettled, requests.num_requests, refused, missed, short,
-        block=_power_of_two(size), num_warps=4,
+        block=_power_of_two(requests.slots.shape[0]), num_warps=4,
     )  # fmt: skip
 
 
@@ -147,7 +150,7 @@ def next_draft_rows(
 
 
 def _power_of_two(count: int) -> int:
-    return max(LEAST_BLOCK, 1 << (count - 1).bit_length())
+    return max(LEAST_BLOCK, triton.next_power_of_2(count))
 
 
 @triton.jit(do_not_specialize=VARYING)

@@ -2,7 +2,7 @@
 
 Knows the tokens, seeds and temperatures of every slot. Does not know models, plans, filters, penalties or grammars. A
 row's token depends only on its logits, seed, position and temperature: tiles have the same width for any number of
-rows.
+rows. The noise has the hash bits of faser/runtime/sampling.py for the same (seed, position, token).
 
 Everything can be captured in a graph: grids depend only on the shapes of the buffers. The counts that vary from step to
 step are read on the device, and entries beyond the counts are not touched. The scratch memory of `Choices` belongs to
@@ -19,14 +19,14 @@ Shapes: R rows, V columns of logits.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from faser.runtime.cuda.noise import exponential, noise_keys, noise_word
+from faser.runtime.sampling import LARGEST_UNIFORM, MULTIPLIERS, SHIFTS, WEYL
 
 TILE = 1024  # columns compared at a time; the same for all batches, because the last bits of a row depend on it
 FEW_TILES = 1056  # eight blocks of four warps on every SM of an H200; this and the next two were measured there
@@ -37,6 +37,15 @@ RECENT = 64  # positions whose confidence is kept; a draft has fewer tokens
 
 MIN_TEMPERATURE = 1e-30  # a gap between logits divided by this is still a finite float32
 
+_LN_2 = tl.constexpr(math.log(2.0))
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_WEYL = tl.constexpr(int(WEYL))
+_FACTOR0, _FACTOR1 = (tl.constexpr(int(factor)) for factor in MULTIPLIERS)
+_SHIFT0, _SHIFT1, _SHIFT2 = (tl.constexpr(int(shift)) for shift in SHIFTS)
+_WEYL64 = tl.constexpr(0x9E3779B97F4A7C15)
+_FACTOR64_0 = tl.constexpr(0xBF58476D1CE4E5B9)
+_FACTOR64_1 = tl.constexpr(0x94D049BB133111EB)
+_LARGEST_UNIFORM = tl.constexpr(float(LARGEST_UNIFORM))
 _LARGEST_FLOAT = tl.constexpr(float(np.finfo(np.float32).max))
 _INFINITY = tl.constexpr(math.inf)
 _LOG2_E = tl.constexpr(math.log2(math.e))
@@ -86,15 +95,20 @@ class Choices:
             return torch.zeros(max_rows, *shape, dtype=dtype, device=device)
 
         tiles = -(-max_columns // TILE)
-        return cls(
-            tokens=zeros(torch.int32),
-            broken=zeros(torch.int32),
-            confidence=zeros(torch.float32),
-            tile_max=zeros(torch.float32, tiles),
-            tile_cost=zeros(torch.float32, tiles),
-            tile_mass=zeros(torch.float32, tiles),
-            arrived=zeros(torch.int32),
-        )
+        by_tile = zeros(torch.float32, tiles), zeros(torch.float32, tiles), zeros(torch.float32, tiles)
+        return cls(zeros(torch.int32), zeros(torch.int32), zeros(torch.float32), *by_tile, zeros(torch.int32))
+
+    def __getitem__(self, some: slice) -> Choices:
+        return Choices(*(getattr(self, each.name)[some] for each in fields(self)))
+
+
+def mixed_seed(seed: int) -> int:
+    """The start of a request's noise stream, as the int64 that `Slots.seeds` holds."""
+    mixed = (seed + _WEYL64.value) % 2**64
+    mixed = (mixed ^ (mixed >> 30)) * _FACTOR64_0.value % 2**64
+    mixed = (mixed ^ (mixed >> 27)) * _FACTOR64_1.value % 2**64
+    mixed ^= mixed >> 31
+    return mixed - 2**64 if mixed >= 2**63 else mixed
 
 
 def inverse_temperature(temperature: float) -> float:
@@ -123,7 +137,10 @@ def sample(
     """
     num_bucket_rows, num_columns = logits.shape
     num_tiles = -(-num_columns // TILE)
-    num_warps, tiles_per_block = _shape_of_a_block(num_bucket_rows * num_tiles)
+    num_warps, tiles_per_block = 4, 1
+    if num_bucket_rows * num_tiles > FEW_TILES:  # fewer warps to wait for each other, and fewer blocks to count
+        num_warps = 2
+        tiles_per_block = min(-(-num_bucket_rows * num_tiles // MANY_BLOCKS), MOST_TILES_PER_BLOCK)
     _sample_kernel[(num_bucket_rows, -(-num_tiles // tiles_per_block))](
         logits, row_slots, positions, num_rows,
         slots.seeds, slots.inverse_temperatures, vocabulary, slots.history if write else None,
@@ -131,19 +148,67 @@ def sample(
         slots.recent_confidence if confidence and write else None,
         choices.tile_max, choices.tile_cost, choices.tile_mass, choices.arrived,
         logits.stride(0), slots.history.stride(0), num_columns, num_tiles, tiles_per_block,
-        tile_width=TILE, padded_tiles=power_of_two(num_tiles), recent=RECENT, num_warps=num_warps,
+        tile_width=TILE, padded_tiles=triton.next_power_of_2(num_tiles), recent=RECENT, num_warps=num_warps,
     )  # fmt: skip
 
 
-def _shape_of_a_block(num_tiles: int) -> tuple[int, int]:
-    """Warps and tiles of a block. Many tiles: fewer warps to wait for each other, and fewer blocks to count."""
-    if num_tiles <= FEW_TILES:
-        return 4, 1
-    return 2, min(-(-num_tiles // MANY_BLOCKS), MOST_TILES_PER_BLOCK)
+@triton.jit
+def _mix64(x):
+    x += _WEYL64
+    x = (x ^ (x >> 30)) * _FACTOR64_0
+    x = (x ^ (x >> 27)) * _FACTOR64_1
+    return x ^ (x >> 31)
 
 
-def power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()
+@triton.jit
+def noise_keys(mixed_seed, position):
+    """Two words, a function of (seed, position)."""
+    key = _mix64(mixed_seed.to(tl.uint64, bitcast=True) + position.to(tl.uint64) * _WEYL64)
+    return key.to(tl.uint32), (key >> 32).to(tl.uint32)
+
+
+@triton.jit
+def _mix32(x):
+    x = (x ^ (x >> _SHIFT0)) * _FACTOR0
+    x = (x ^ (x >> _SHIFT1)) * _FACTOR1
+    return x ^ (x >> _SHIFT2)
+
+
+@triton.jit
+def noise_word(token, key0, key1):
+    return _mix32(_mix32(token.to(tl.uint32) * _WEYL + key0) ^ key1)
+
+
+@triton.jit
+def uniform(word):
+    """(word + 1/2) / 2^32, below 1."""
+    return tl.minimum((word.to(tl.float32) + 0.5) * 2.0**-32, _LARGEST_UNIFORM)
+
+
+@triton.jit
+def _log2(x):
+    """The hardware's, with an error of 2^-22 * max(1, |result|). x is never near 1 here, nor subnormal."""
+    if _INTERPRETED:
+        y = tl.log2(x)
+    else:
+        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    return y
+
+
+@triton.jit
+def exponential(word):
+    """E = -log(1 - u) for the word's uniform u; gumbel = -log E. Chosen tokens have u near 0: there it is a series."""
+    u = uniform(word)
+    series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6))))))
+    return tl.where(u < 0.0625, series, -_LN_2 * _log2(1 - u))
+
+
+@triton.jit
+def noisy_scores(x, token, inverse_temperature, key0, key1):
+    """The token with the largest score is the one that is sampled."""
+    if inverse_temperature > 0:
+        x = x * inverse_temperature - _LN_2 * _log2(exponential(noise_word(token, key0, key1)))
+    return x
 
 
 @triton.jit

@@ -17,9 +17,9 @@ from faser.arrays import IntArray
 from faser.models.transformer import Transformer
 from faser.runtime.cuda import attention
 from faser.runtime.cuda.attention import AttentionConfig, Tiles, Workspace
+from faser.runtime.cuda.graphs import Shape
 from faser.runtime.cuda.linear_plans import NUM_SMS
 from faser.runtime.cuda.rows import DeviceRows, Requests
-from faser.runtime.cuda.shapes import Shape
 from faser.runtime.cuda.transfer import Staging, send
 
 FEW_ROWS = 8  # the most rows of a request that is attended apart from prompts
@@ -47,16 +47,8 @@ class Tiling:
         self._totals = torch.zeros_like(self._arange)
         self._splits = attention.Memory(device)
         self._wide, self._narrow = _TileMemory(max_rows, device), _TileMemory(max_requests, device)
-
-    @property
-    def memories(self) -> tuple[Tensor, Tensor]:
-        """The tiles that `stage` writes."""
-        return self._wide.memory, self._narrow.memory
-
-    @property
-    def counts(self) -> tuple[Tensor, Tensor]:
-        """How many of them are real, [1] each."""
-        return self._wide.num_tiles, self._narrow.num_tiles
+        self.memories = self._wide.memory, self._narrow.memory  # the tiles that `stage` writes
+        self.counts = self._wide.num_tiles, self._narrow.num_tiles  # how many of them are real, [1] each
 
     def stage(self, shape: Shape, num_rows: IntArray, start: IntArray) -> None:
         """Write the tiles for the next launch of the graph of a mixed shape."""

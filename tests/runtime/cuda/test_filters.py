@@ -19,8 +19,7 @@ from faser.arrays import IntArray
 from faser.request import SamplingParams
 from faser.runtime.cuda import filters as module
 from faser.runtime.cuda.filters import Filters, logprobs, unpack_logprobs
-from faser.runtime.cuda.noise import mixed_seed
-from faser.runtime.cuda.sampling import Choices, Slots, inverse_temperature, sample
+from faser.runtime.cuda.sampling import Choices, Slots, inverse_temperature, mixed_seed, sample
 from faser.runtime.sampling import Sampler
 
 INF, NAN = float("inf"), float("nan")

@@ -93,7 +93,7 @@ def assert_all_near(layer, workspace=None, plan=None):
     assert_near(out, layers.silu_mul(layer.normed() @ layer.gate_up.float().T))
 
     logits = unwritten(num_rows, n, torch.empty(0, device=out.device))
-    linear.norm_head(layer.x, layer.norm, EPS, layer.weight, logits, normed, whole)
+    linear.norm_linear(layer.x, layer.norm, EPS, layer.weight, None, logits, normed, None, whole, product="head")
     error = (logits - layer.normed() @ weight.T).norm() / logits.norm()
     assert error < TOLERANCE[out.dtype]
 
@@ -205,7 +205,7 @@ def test_a_gpu_with_less_shared_memory_loads_less_ahead(monkeypatch):
     monkeypatch.setattr(linear, "tiles_kernel", {(2, 1): lambda *args, **options: launched.append(options["STAGES"])})
     layer = Layer.random(5, 75, 200, ("cpu", torch.bfloat16))
     for plan in Plan("tiles", 64, 64, num_stages=8), Plan("tiles", 64, 512, num_stages=3):
-        linear.norm_head(layer.x, layer.norm, EPS, layer.weight, layer.residual, layer.x, plan)
+        linear.norm_linear(layer.x, layer.norm, EPS, layer.weight, None, layer.residual, layer.x, None, plan)
     assert launched == [4, 1]  # of 10 KB each, and of 80
 
 

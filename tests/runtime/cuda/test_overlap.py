@@ -97,7 +97,7 @@ def test_all_graphs_of_a_few_requests_that_overlap_were_captured_ahead(is_right)
 
 
 def test_a_verification_in_which_all_requests_ride_is_captured_for_each_part(device, monkeypatch):
-    from faser.runtime.cuda.shapes import verification
+    from faser.runtime.cuda.graphs import verification
 
     target = Transformer.random(replace(CONFIGS["llama3"], head_dim=16), 0, std=0.3)
     executor = make_engine(device, target, target, Fixed(3), ahead=True, overlap="on").executor

@@ -15,9 +15,7 @@ tl = triton.language
 
 from faser.arrays import IntArray  # noqa: E402
 from faser.request import SamplingParams  # noqa: E402
-from faser.runtime.cuda import noise as kernels  # noqa: E402
 from faser.runtime.cuda import sampling  # noqa: E402
-from faser.runtime.cuda.noise import mixed_seed  # noqa: E402
 from faser.runtime.cuda.sampling import TILE, Choices, Slots, inverse_temperature, sample  # noqa: E402
 from faser.runtime.sampling import Sampler, gumbel, noise_keys  # noqa: E402
 
@@ -49,7 +47,7 @@ class Case:
 
     def __post_init__(self) -> None:
         self.slots = Slots.allocate(MAX_SLOTS, 64, self.device)
-        self.slots.seeds.copy_(torch.tensor([mixed_seed(seed) for seed in self.seeds]))
+        self.slots.seeds.copy_(torch.tensor([sampling.mixed_seed(seed) for seed in self.seeds]))
         self.slots.inverse_temperatures.copy_(torch.tensor([inverse_temperature(t) for t in self.temperatures]))
         self.choices = Choices.allocate(self.logits.shape[0], self.logits.shape[1], self.device)
 
@@ -101,19 +99,19 @@ def make_case(device: str, dtype: torch.dtype, num_rows: int, num_columns: int, 
 @triton.jit
 def _noise_kernel(seeds, positions, tokens, words, noise, num_tokens, block: tl.constexpr):
     row = tl.program_id(0)
-    key0, key1 = kernels.noise_keys(tl.load(seeds + row), tl.load(positions + row))
+    key0, key1 = sampling.noise_keys(tl.load(seeds + row), tl.load(positions + row))
     column = tl.program_id(1) * block + tl.arange(0, block)
-    word = kernels.noise_word(tl.load(tokens + column, mask=column < num_tokens, other=0), key0, key1)
+    word = sampling.noise_word(tl.load(tokens + column, mask=column < num_tokens, other=0), key0, key1)
     place = row * num_tokens + column
     tl.store(words + place, word.to(tl.int32, bitcast=True), mask=column < num_tokens)
-    tl.store(noise + place, -tl.log(kernels.exponential(word)), mask=column < num_tokens)
+    tl.store(noise + place, -tl.log(sampling.exponential(word)), mask=column < num_tokens)
 
 
 def device_noise(device: str, seeds: list[int], positions: IntArray, tokens: IntArray):
     shape = (len(seeds), len(tokens))
     words = torch.zeros(shape, dtype=torch.int32, device=device)
     noise = torch.zeros(shape, dtype=torch.float32, device=device)
-    mixed = torch.tensor([mixed_seed(seed) for seed in seeds], device=device)
+    mixed = torch.tensor([sampling.mixed_seed(seed) for seed in seeds], device=device)
     _noise_kernel[(shape[0], triton.cdiv(shape[1], 1024))](
         mixed, ints(positions, device), ints(tokens, device), words, noise, shape[1], block=1024
     )
@@ -155,7 +153,7 @@ def test_a_seed_is_mixed_as_the_host_mixes_it():
     """Position 0 of the stream is the mixed seed, mixed once more: one constant apart from the mixed seed's own mix."""
     keys0, keys1 = noise_keys(np.array([seed % 2**64 for seed in SEEDS], np.uint64), np.zeros(len(SEEDS), np.int64))
     for seed, key0, key1 in zip(SEEDS, keys0.tolist(), keys1.tolist(), strict=True):
-        assert mixed_seed(mixed_seed(seed)) % 2**64 == key1 << 32 | key0
+        assert sampling.mixed_seed(sampling.mixed_seed(seed)) % 2**64 == key1 << 32 | key0
 
 
 # --- sampling ------------------------------------------------------------------------------------------------------

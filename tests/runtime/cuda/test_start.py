@@ -23,8 +23,7 @@ def target():
 
 
 def exit_graphs(engine) -> int:
-    parts = engine.executor.early_exit.parts
-    return len(parts._layers) + len(parts._rankings)
+    return len(engine.executor.early_exit.parts.graphs)
 
 
 def profile_with(tmp_path, check_seconds: float) -> str:

@@ -13,7 +13,7 @@ from faser.arrays import IntArray
 from faser.runtime.cpu.verifier import _leading_matches
 from faser.runtime.cuda.rows import Requests
 from faser.runtime.cuda.sampling import Choices, Slots
-from faser.runtime.cuda.verdict import BROKEN, FIRST_TOKEN, HIT, NUM_ACCEPTED, judge
+from faser.runtime.cuda.verifier import FIRST_TOKEN, HIT, IS_BROKEN, NUM_ACCEPTED, judge
 from tests.runtime.cuda.test_sampling import ints
 
 
@@ -97,7 +97,7 @@ def test_the_verdict_is_the_cpu_verifiers(device, num, num_bucket, max_length, c
         emitted, accepted, broken, hits, history = verdict_of_the_cpu(step)
         packed = step.judge(max_length + 1, num_bucket, overlaps=seed % 2 == 1)
         assert packed[:num, NUM_ACCEPTED].tolist() == accepted
-        assert packed[:num, BROKEN].tolist() == broken
+        assert packed[:num, IS_BROKEN].tolist() == broken
         owners, made = step.requests.slots[:num], step.num_drafted
         assert packed[:num, HIT].tolist() == hits
         assert step.slots.missed[owners].tolist() == [not hit for hit in hits]
