@@ -7,8 +7,7 @@ import torch
 
 from faser.arrays import FloatArray, IntArray
 from faser.rules.stopping import WatchedPlan
-from faser.runtime.cpu.rows import Rows
-from faser.runtime.cpu.runner import ModelRunner
+from faser.runtime.cpu.runner import ModelRunner, Rows
 from faser.runtime.drafter import Drafts
 from faser.runtime.sampling import Sampler
 from faser.step import StepPlan
@@ -66,7 +65,8 @@ class ModelDrafter:
         """
         # A target's vocabulary may be padded beyond the draft's; padding has no text, so any stand-in will do.
         token_ids = np.minimum(self._history[rows.owners, rows.positions], self._runner.model.config.vocab_size - 1)
-        logits = self._runner.forward(rows, torch.from_numpy(token_ids), wanted)
+        hidden = self._runner.run(rows, self._runner.model.embed(torch.from_numpy(token_ids)))
+        logits = self._runner.logits(hidden, wanted)
         if wanted.size == 0:
             return []
         logits = self._spread(logits)
