@@ -53,7 +53,7 @@ class ModelDrafter:
             lengths[active[stuck]] = done
         num_drafted = np.zeros_like(plan.lengths)
         num_drafted[runs] = lengths
-        return Drafts(num_drafted, self._confidence)
+        return Drafts(num_drafted, self._confidence, self._runner.take_seconds())
 
     def _extend(
         self, rows: Rows, wanted: IntArray, slots: IntArray, positions: IntArray, requests: IntArray, done: int
@@ -82,6 +82,3 @@ class ModelDrafter:
             return logits[:, : self._vocab_size]
         whole = logits.new_full((logits.shape[0], self._vocab_size), -torch.inf)
         return whole.index_copy_(1, self._runner.model.vocabulary, logits)
-
-    def take_seconds(self) -> float:
-        return self._runner.take_seconds()

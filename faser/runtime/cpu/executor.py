@@ -14,7 +14,7 @@ import torch
 from faser.runtime.cpu.verifier import Verifier
 from faser.runtime.drafter import Drafter, Drafts
 from faser.runtime.sampling import Sampler
-from faser.step import StepPlan, StepResult, StepSeconds
+from faser.step import StepPlan, StepResult
 from faser.threads import ThreadTuner
 
 
@@ -43,12 +43,10 @@ class TorchExecutor:
         drafts = self.drafter.draft(plan) if self.drafter is not None else Drafts(plan.lengths)
         num_verified = self._sampler.num_valid(plan.slots, plan.num_tokens, plan.judged_of(drafts.num_tokens))
         result = self._verifier.verify(plan, num_verified, drafts.confidence, drafts.num_tokens)
-        verify_seconds = self._verifier.take_seconds()
         if self._threads is not None:
-            self._threads.end(num_rows, verify_seconds)
-        draft_seconds = self.drafter.take_seconds() if self.drafter is not None else 0.0
+            self._threads.end(num_rows, result.seconds.verify)
         confidence = drafts.confidence if plan.stopping is not None else None
-        return replace(result, seconds=StepSeconds(draft_seconds, verify_seconds), confidence=confidence)
+        return replace(result, seconds=replace(result.seconds, draft=drafts.seconds), confidence=confidence)
 
     def _update_slots(self, plan: StepPlan) -> None:
         for slot in plan.released:

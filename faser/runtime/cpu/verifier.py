@@ -18,7 +18,7 @@ from faser.request import TokenLogprobs
 from faser.runtime.cpu.early_exit import ExitingForward
 from faser.runtime.cpu.runner import ModelRunner, Rows
 from faser.runtime.sampling import BROKEN, Sampler, broken_rows
-from faser.step import StepPlan, StepResult
+from faser.step import StepPlan, StepResult, StepSeconds
 
 
 class Verifier:
@@ -31,7 +31,7 @@ class Verifier:
     def verify(
         self, plan: StepPlan, num_drafted: IntArray, confidence: FloatArray | None, num_new: IntArray
     ) -> StepResult:
-        """Judge the first num_drafted tokens [B] behind each context. The result has no seconds and no confidence.
+        """Judge the first num_drafted tokens [B] behind each context. The result has no figures of the drafter.
 
         `num_new` [B] tokens were drafted in this step; those behind the first num_drafted are not judged. `confidence`
         [B, depth] is the draft's own, for plans with a rule for early exit.
@@ -55,9 +55,10 @@ class Verifier:
         offsets = np.arange(num_rows.sum()) - np.repeat(starts, num_rows)  # 0 … num_drafted within each request
         wanted = np.repeat(rows.cu_rows[samples + 1] - num_rows, num_rows) + offsets
         logits = self._runner.logits(hidden, wanted)
+        seconds = StepSeconds(verify=self._runner.take_seconds())
         num_accepted = np.zeros_like(num_drafted)
         if samples.size == 0:
-            return StepResult(num_new, num_drafted, num_accepted, NONE)
+            return StepResult(num_new, num_drafted, num_accepted, NONE, seconds=seconds)
         slots, positions = rows.owners[wanted], rows.positions[wanted] + 1
         said = self._sampler.sample(logits, slots, positions)
         drafted = self._history[slots, positions]
@@ -71,10 +72,7 @@ class Verifier:
         reasons = {**self._sampler.failed_rows, **dict.fromkeys(np.flatnonzero(broken_rows(logits)).tolist(), BROKEN)}
         failures = _failures(reasons, emitted, samples, starts)
         told = _by_request(logprobs, samples, starts, num_accepted[samples] + 1)
-        return StepResult(num_new, num_drafted, num_accepted, said[emitted], told, failures, hits=hits)
-
-    def take_seconds(self) -> float:
-        return self._runner.take_seconds()
+        return StepResult(num_new, num_drafted, num_accepted, said[emitted], told, failures, seconds, hits=hits)
 
 
 def _hits(
