@@ -32,9 +32,8 @@ from faser.arrays import FloatArray, IntArray
 from faser.build import load_pair
 from faser.config import EngineOptions
 from faser.models.transformer import Transformer
-from faser.runtime.cpu.attention import CpuAttention
-from faser.runtime.cpu.rows import Rows
-from faser.runtime.kv_cache import KVCache
+from faser.runtime.cpu.runner import CpuAttention, Rows
+from faser.runtime.kv_cache import make_pages
 from faser.traffic.prompts import SHIPPED
 
 PAGE = 16
@@ -56,13 +55,13 @@ class Texts:
     def __init__(self, model: Transformer, max_tokens: int) -> None:
         num_pages = -(-max_tokens // PAGE)
         self.model = model
-        self._cache = KVCache(model.config, num_pages, PAGE, model.dtype)
+        self._pages = make_pages(model.config, num_pages, PAGE, model.dtype)
         self._table = np.arange(num_pages)[None]
 
     def hidden_by_layer(self, token_ids: IntArray):
         """The rows of a text out of each layer, one after the other."""
         one = np.array([token_ids.size])
-        attend = CpuAttention(self.model, self._cache, self._table, Rows.of(np.zeros(1, int), np.zeros(1, int), one))
+        attend = CpuAttention(self.model, self._pages, self._table, Rows.of(np.zeros(1, int), np.zeros(1, int), one))
         hidden = self.model.embed(torch.from_numpy(token_ids))
         for index in range(self.model.num_layers):
             hidden = self.model.run_layers(hidden, attend, index, index + 1)

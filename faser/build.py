@@ -26,7 +26,8 @@ from faser.errors import ConfigError, ModelError
 from faser.limits import HARD_MAX_LENGTH, Limits
 from faser.models import weights
 from faser.models.config import ModelConfig
-from faser.models.source import PatchSource, Source, open_draft, open_target
+from faser.models.draft import apply_patch
+from faser.models.source import FolderSource, GgufSource, PatchSource, open_draft, open_target
 from faser.models.transformer import Transformer
 from faser.policy import Policy
 from faser.policy.early_exit import EarlyExit, can_pay
@@ -69,8 +70,12 @@ def load_pair(model: str | Transformer | None, draft: Draft, options: EngineOpti
     if isinstance(model, Transformer):
         if isinstance(draft, str) and draft != NGRAM:
             raise ConfigError(f"the target is in memory and the draft {draft!r} is not; load it first")
-        if isinstance(draft, Transformer):
-            _require_same_vocabulary(model, draft)
+        # Models in memory come without tokenizers: only the number of tokens can be compared.
+        if isinstance(draft, Transformer) and draft.config.vocab_size != model.config.vocab_size:
+            raise ModelError(
+                f"the draft has {draft.config.vocab_size} tokens, the target {model.config.vocab_size}; "
+                "expected the same tokenizer"
+            )
         if options.dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
             raise ConfigError(f"dtype={options.dtype!r}: the model in memory is {model.dtype}; load it as you want it")
         return LoadedPair(model, draft, None)
@@ -97,11 +102,11 @@ def _load_sources(model: str | None, draft: str | None, options: EngineOptions) 
     if draft_source is None:
         return LoadedPair(target, draft, tokenizer)
     if isinstance(draft_source, PatchSource):
-        return LoadedPair(target, draft_source.apply(target), tokenizer)
+        return LoadedPair(target, apply_patch(target, draft_source.patch), tokenizer)
     return LoadedPair(target, _load("draft", draft_source, options, device), tokenizer)
 
 
-def _load(role: str, source: Source, options: EngineOptions, device: Device) -> Transformer:
+def _load(role: str, source: FolderSource | GgufSource, options: EngineOptions, device: Device) -> Transformer:
     most = min(source.config.max_positions, options.max_model_len or source.config.max_positions)
     dtype = _dtype(options, source.config, device)
     try:
@@ -149,13 +154,8 @@ def build_engine(
     given or saved, `options.profiling` says what is measured first.
     """
     made = _make_executor(target, draft, options, tokenizer, device)
-
-    def pool() -> PagePool:
-        limits = made.limits
-        return PagePool(
-            made.num_pages, options.page_size, limits.max_running, limits.max_model_len, options.prefix_caching
-        )
-
+    sizes = made.num_pages, made.page_size, made.limits.max_running, made.limits.max_model_len
+    pool = partial(PagePool, *sizes, options.prefix_caching)
     profile = _profile_of(made, options)
     cost = ProfiledCost(profile) if profile is not None else None
     scheduler = Scheduler(
@@ -235,7 +235,7 @@ def _prepare_exits(made: _Made, mode: str, cost: ProfiledCost | None) -> tuple[f
     if mode == "auto":
         assert cost is not None
         # a policy that does not go by cost drafts its length whatever that costs
-        length = None if getattr(made.policy, "needs_cost", False) else _usual_length(made.policy, made.draft) or None
+        length = None if made.policy.needs_cost else made.policy.max_length or None
         most = made.limits.max_running
         depths = tuple(d for d in depths if can_pay(cost, int(d * num_layers), num_layers, most, length))
     layers = [layer for layer in layers_at(depths, num_layers) if layer]
@@ -397,12 +397,3 @@ def _max_model_len(options: EngineOptions, known: int) -> int:
     if asked is not None and asked > known:
         raise ConfigError(f"max_model_len={asked}: the model has {known} positions; give at most that")
     return asked or known
-
-
-def _require_same_vocabulary(target: Transformer, draft: Transformer) -> None:
-    """Models in memory come without tokenizers: only the number of tokens can be compared."""
-    if target.config.vocab_size != draft.config.vocab_size:
-        raise ModelError(
-            f"the draft has {draft.config.vocab_size} tokens, the target {target.config.vocab_size}; "
-            "expected the same tokenizer"
-        )

@@ -6,7 +6,7 @@ Knows text, prompts and defaults; the engine knows none of these.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from threading import Lock, get_ident
@@ -26,8 +26,6 @@ from faser.request import (
     Chunk,
     Finish,
     FinishReason,
-    Grammar,
-    Progress,
     Request,
     RequestOutput,
     SamplingParams,
@@ -104,7 +102,7 @@ class LLM:
         with max_tokens cut to the room that the prompt leaves.
         """
         with self._turn():
-            engine = self._open_engine()
+            engine = self.engine
             all_prompts = _as_prompts(prompts)
             requests = [
                 self._make_request(*pair) for pair in zip(all_prompts, _as_params(params, all_prompts), strict=True)
@@ -130,7 +128,7 @@ class LLM:
         which ends the request at once.
         """
         with self._turn():
-            engine = self._open_engine()
+            engine = self.engine
             request = self._make_request(prompt, params)
             checker = self._make_checker(request.params)
             chunks = ChunkStream(self._tokenizer, checker)
@@ -139,7 +137,7 @@ class LLM:
                 with _all_or_nothing(engine):
                     engine.add(request, checker)
                     while engine.has_work:
-                        for item in self._open_engine().step():  # it may have been closed between two chunks
+                        for item in self.engine.step():  # it may have been closed between two chunks
                             chunk = chunks.receive(item)
                             if item.finish is None:
                                 yield chunk
@@ -176,7 +174,7 @@ class LLM:
     @property
     def max_request_tokens(self) -> int:
         """The most tokens of one request, prompt and output: the smaller of the model's context and the KV pool."""
-        scheduler = self._open_engine().scheduler
+        scheduler = self.engine.scheduler
         pool = scheduler.target_pages
         return min(scheduler.limits.max_model_len, pool.num_pages * pool.page_size)
 
@@ -188,19 +186,21 @@ class LLM:
     @property
     def stats(self) -> EngineStats:
         """Totals over everything generated so far."""
-        return self._open_engine().stats
+        return self.engine.stats
 
     @property
     def engine(self) -> Engine:
-        return self._open_engine()
+        if self._engine is None:
+            raise EngineError("this LLM is closed; make a new one")
+        return self._engine
 
     def close(self) -> None:
         """Free the models when calls of other threads have ended. May be called twice, and within an open stream."""
-        if self._streaming_thread == get_ident():
-            self._close_engine()  # this thread's stream holds the lock
-        else:
-            with self._lock:
-                self._close_engine()
+        holds_the_lock = self._streaming_thread == get_ident()
+        with nullcontext() if holds_the_lock else self._lock:
+            if self._engine is not None:
+                self._engine.close()
+                self._engine = None
 
     def __enter__(self) -> LLM:
         return self
@@ -216,16 +216,6 @@ class LLM:
         with self._lock:
             yield
 
-    def _close_engine(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
-
-    def _open_engine(self) -> Engine:
-        if self._engine is None:
-            raise EngineError("this LLM is closed; make a new one")
-        return self._engine
-
     def _make_request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
         self._num_requests += 1
         token_ids = self._token_ids(prompt)
@@ -233,7 +223,9 @@ class LLM:
             params = self.fitted(self.default_params, token_ids)
         params.check_vocabulary(self._config.vocab_size)
         if params.grammar is not None:
-            self._check_grammar(params.grammar, params.stop_token_ids)
+            if self._compiler is None:
+                raise InvalidRequest("a grammar needs a tokenizer, and the model has none; leave the grammar out")
+            self._compiler.check(params.grammar, params.stop_token_ids)
         return Request(
             id=str(self._num_requests),
             prompt_token_ids=token_ids,
@@ -241,11 +233,6 @@ class LLM:
             seed=draw_seed(params.seed),
             stop_ids=params.stop_ids(self._config.eos_token_ids),
         )
-
-    def _check_grammar(self, grammar: Grammar, stop_ids: Sequence[int]) -> None:
-        if self._compiler is None:
-            raise InvalidRequest("a grammar needs a tokenizer, and the model has none; leave the grammar out")
-        self._compiler.check(grammar, stop_ids)
 
     def _token_ids(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
@@ -303,17 +290,13 @@ def _run(engine: Engine, requests: Sequence[Request]) -> dict[str, tuple[list[in
     tokens: dict[str, list[int]] = {request.id: [] for request in requests}
     logprobs: dict[str, list[TokenLogprobs]] = {request.id: [] for request in requests}
     ends: dict[str, Finish] = {}
-
-    def receive(item: Progress) -> None:
-        tokens[item.request_id] += item.token_ids
-        logprobs[item.request_id] += item.logprobs or []
-        if item.finish is not None:
-            ends[item.request_id] = item.finish
-
     with progress_bar("generating", logs=False) as update:
         while engine.has_work:
             for item in engine.step():
-                receive(item)
+                tokens[item.request_id] += item.token_ids
+                logprobs[item.request_id] += item.logprobs or []
+                if item.finish is not None:
+                    ends[item.request_id] = item.finish
             update(len(ends), len(requests))
     return {name: (tokens[name], logprobs[name], ends[name]) for name in tokens}
 

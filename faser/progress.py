@@ -48,42 +48,26 @@ def _bar(description: str, bytes_: bool) -> Iterator[Update]:
 
 @contextmanager
 def _lines(description: str) -> Iterator[Update]:
-    stage = _Stage(description)
-    result = "failed"
+    """Logs from a thread of its own, because the work may take long between two updates."""
+    started, ended, share, result = monotonic(), Event(), "", "failed"
+
+    def update(done: int, total: int) -> None:
+        nonlocal share
+        share = f"{100 * done // total} % " if total else ""
+
+    def watch() -> None:
+        if ended.wait(LONG_SECONDS):
+            return
+        log.info("%s", description)
+        while not ended.wait(REPEAT_SECONDS):
+            log.info("%s: %sso far, %.0f s", description, share, monotonic() - started)
+        log.info("%s: %s after %.1f s", description, result, monotonic() - started)
+
+    thread = Thread(target=watch, daemon=True)
+    thread.start()
     try:
-        yield stage.update
+        yield update
         result = "done"
     finally:
-        stage.end(result)
-
-
-class _Stage:
-    """Logs one stage from a thread of its own, because the work may take long between two updates."""
-
-    def __init__(self, description: str) -> None:
-        self._description = description
-        self._started = monotonic()
-        self._percent: int | None = None
-        self._is_long = False
-        self._ended = Event()
-        self._thread = Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def update(self, done: int, total: int) -> None:
-        self._percent = 100 * done // total if total else None
-
-    def end(self, result: str) -> None:
-        self._ended.set()
-        self._thread.join()
-        if self._is_long:
-            log.info("%s: %s after %.1f s", self._description, result, monotonic() - self._started)
-
-    def _watch(self) -> None:
-        if self._ended.wait(LONG_SECONDS):
-            return
-        self._is_long = True
-        log.info("%s", self._description)
-        while not self._ended.wait(REPEAT_SECONDS):
-            seconds = monotonic() - self._started
-            share = "" if self._percent is None else f"{self._percent} % "
-            log.info("%s: %sso far, %.0f s", self._description, share, seconds)
+        ended.set()
+        thread.join()

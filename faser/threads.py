@@ -69,12 +69,7 @@ def _quota(cgroup: Path) -> float | None:
 # ── trying fewer threads ─────────────────────────────────────────────────────────────────────────────────────────────
 
 # A gain is log(seconds with the present count / seconds with the other count).
-PATTERN = (
-    False,
-    True,
-    True,
-    False,
-)  # a round: which forwards run with the other count; linear drift cancels
+PATTERN = (False, True, True, False)  # a round: which forwards run with the other count; linear drift cancels
 MIN_ROUNDS, MAX_ROUNDS = 2, 6
 MIN_GAIN = 0.05  # gain above which the other count is taken
 CERTAIN = 2.0  # standard errors between the mean gain and MIN_GAIN that end a trial
@@ -205,12 +200,8 @@ class _SizeTuner:
         self.took_large_gain = False  # a trial after a change gained more than LARGE_GAIN
 
     def next_threads(self, may_try: bool) -> int:
-        if (
-            self._trial is None
-            and self._steps_left <= 0
-            and self._most > 1
-            and (may_try or self.num_threads < self._most)
-        ):
+        may_try = self._most > 1 and (may_try or self.num_threads < self._most)
+        if self._trial is None and self._steps_left <= 0 and may_try:
             self._trial = _Trial(self._other_count())
         return self._trial.other if self._trial is not None and self._trial.runs_other else self.num_threads
 
@@ -235,7 +226,7 @@ class _SizeTuner:
             self.try_soon(after_change=False)
 
     def _conclude(self, trial: _Trial) -> None:
-        if trial.other_is_faster:
+        if trial.gain > MIN_GAIN:
             self.num_threads, self._wait, self._usual = trial.other, FIRST_WAIT, {}
             self.took_large_gain = self._after_change and trial.gain > LARGE_GAIN
         else:
@@ -292,18 +283,10 @@ class _Trial:
             return True
         if self._paces or len(self._gains) < MIN_ROUNDS:
             return False
-        return len(self._gains) >= MAX_ROUNDS or abs(self.gain - MIN_GAIN) > CERTAIN * self._error
-
-    @property
-    def other_is_faster(self) -> bool:
-        return self.gain > MIN_GAIN
+        error = max(0.01, stdev(self._gains) / math.sqrt(len(self._gains)))  # standard error of the mean gain
+        return len(self._gains) >= MAX_ROUNDS or abs(self.gain - MIN_GAIN) > CERTAIN * error
 
     @property
     def gain(self) -> float:
         """Mean of log(A / B)."""
         return fmean(self._gains)
-
-    @property
-    def _error(self) -> float:
-        """Standard error of the mean gain, at least 0.01."""
-        return max(0.01, stdev(self._gains) / math.sqrt(len(self._gains)))

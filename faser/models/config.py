@@ -149,8 +149,8 @@ class Fields:
     def wrong(self, key: str, value: object, expected: str) -> ModelError:
         return ModelError(f"{self.where}: {key}={value!r}: expected {expected}; fix the file or fetch the model again")
 
-    def refuse(self, feature: str) -> UnsupportedModel:
-        return UnsupportedModel(f"{self.where}: {feature} is not supported; choose a model without it")
+    def refuse(self, feature: str, advice: str = "choose a model without it") -> UnsupportedModel:
+        return UnsupportedModel(f"{self.where}: {feature} is not supported; {advice}")
 
     def _value(self, key: str, default: Any, null: Any) -> Any:
         value = self.data.get(key, default)
@@ -177,9 +177,7 @@ def _family(fields: Fields) -> str:
     if any(word in architecture for word in _MIXTURES) or any(fields.get(key) for key in _EXPERT_KEYS):
         raise fields.refuse(f"mixture of experts (MoE, {architecture})")
     if architecture not in FAMILIES:
-        raise UnsupportedModel(
-            f"{fields.where}: the architecture {architecture} is not supported; expected one of {', '.join(FAMILIES)}"
-        )
+        raise fields.refuse(f"the architecture {architecture}", f"expected one of {', '.join(FAMILIES)}")
     return FAMILIES[architecture]
 
 
@@ -239,10 +237,8 @@ def _head_dim(fields: Fields, family: str, num_heads: int) -> int:
         return fields.integer("head_dim")
     hidden_size = fields.integer("hidden_size")
     if fields.get("head_dim") is None and hidden_size % num_heads:
-        raise UnsupportedModel(
-            f"{fields.where}: hidden_size={hidden_size} with num_attention_heads={num_heads} and no head_dim is not "
-            "supported; expected a multiple"
-        )
+        shape = f"hidden_size={hidden_size} with num_attention_heads={num_heads} and no head_dim"
+        raise fields.refuse(shape, "expected a multiple")
     inferred = hidden_size // num_heads
     return fields.integer("head_dim", inferred, null=inferred)
 
@@ -251,10 +247,11 @@ def _rope(fields: Fields) -> Rope:
     scaling = _rope_fields(fields)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ROPE_KINDS:
-        raise UnsupportedModel(
-            f"{fields.where}: the rope type {kind!r} is not supported; expected one of {', '.join(ROPE_KINDS)}"
-        )
-    _refuse_partial_rotation(fields, scaling)
+        raise fields.refuse(f"the rope type {kind!r}", f"expected one of {', '.join(ROPE_KINDS)}")
+    for each in (fields, scaling):
+        share = each.get("partial_rotary_factor")
+        if share is not None and share != 1:
+            raise each.refuse(f"partial_rotary_factor={share!r} (a partly rotated head)")
     outer_theta = fields.number("rope_theta", 10_000.0, null=10_000.0)
     theta = scaling.number("rope_theta", outer_theta, null=outer_theta)
     if kind == "linear":
@@ -278,13 +275,6 @@ def _rope_fields(fields: Fields) -> Fields:
     return Fields(value, f"{fields.where}: {name}")
 
 
-def _refuse_partial_rotation(*places: Fields) -> None:
-    for fields in places:
-        share = fields.get("partial_rotary_factor")
-        if share is not None and share != 1:
-            raise fields.refuse(f"partial_rotary_factor={share!r} (a partly rotated head)")
-
-
 def _original_max_positions(fields: Fields, scaling: Fields) -> int:
     inner = scaling.integer("original_max_position_embeddings", fields.integer("max_position_embeddings"))
     return fields.integer("original_max_position_embeddings", inner, null=inner)
@@ -294,14 +284,7 @@ def _llama3_rope(fields: Fields, scaling: Fields, theta: float) -> Rope:
     low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
     if high <= low:
         raise scaling.wrong("high_freq_factor", high, f"more than low_freq_factor ({low})")
-    return Rope(
-        theta,
-        "llama3",
-        scaling.number("factor"),
-        _original_max_positions(fields, scaling),
-        low_freq_factor=low,
-        high_freq_factor=high,
-    )
+    return Rope(theta, "llama3", scaling.number("factor"), _original_max_positions(fields, scaling), low, high)
 
 
 def _yarn_rope(fields: Fields, scaling: Fields, theta: float) -> Rope:
@@ -358,7 +341,5 @@ def optional_id(fields: Fields, key: str) -> int | None:
 def _dtype(fields: Fields) -> str:
     value = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
     if value not in DTYPES:
-        raise UnsupportedModel(
-            f"{fields.where}: the dtype {value!r} is not supported; expected one of {', '.join(DTYPES)}"
-        )
+        raise fields.refuse(f"the dtype {value!r}", f"expected one of {', '.join(DTYPES)}")
     return value

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from torch import Tensor
 from faser.errors import ConfigError, ModelError
 from faser.models import gguf
 from faser.models.config import ModelConfig
-from faser.models.gguf.blocks import gguf_package
-from faser.models.transformer import Layer, Transformer
+from faser.models.gguf.reader import gguf_package
+from faser.models.transformer import Transformer
 
 ARCHITECTURE = "faser-draft"
 MATRICES = ("qkv", "out", "gate_up", "down")  # of Layer; stored as differences
@@ -49,7 +49,7 @@ def apply_patch(target: Transformer, patch: Patch) -> Transformer:
     for layer, source, difference, norms in zip(
         draft.layers, patch.source_layers, patch.differences, patch.norms, strict=True
     ):
-        for name, tensor in _tensors(layer).items():
+        for name, tensor in layer.tensors().items():
             if name in MATRICES:
                 tensor.copy_(getattr(target.layers[source], name).float() + difference[name].to(tensor.device).float())
             else:
@@ -96,7 +96,7 @@ def write_patch(path: str | Path, patch: Patch, target: ModelConfig, quant_type:
     quantisation = package.GGMLQuantizationType[quant_type]
     for index, (difference, norms) in enumerate(zip(patch.differences, patch.norms, strict=True)):
         for name, tensor in difference.items():
-            blocks = package.quants.quantize(_as_rows(tensor), quantisation)
+            blocks = package.quants.quantize(_numpy(tensor).reshape(-1, BLOCK), quantisation)
             writer.add_tensor(f"blk.{index}.{name}", blocks, raw_dtype=quantisation)
         for name, tensor in norms.items():
             writer.add_tensor(f"blk.{index}.{name}", _numpy(tensor))
@@ -132,22 +132,13 @@ def _read_tensor(file: gguf.GgufFile, name: str, shape: tuple[int, ...]) -> Tens
     return tensor.reshape(shape)
 
 
-def _tensors(layer: Layer) -> dict[str, Tensor]:
-    return {f.name: getattr(layer, f.name) for f in fields(layer) if getattr(layer, f.name) is not None}
-
-
 def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     model = Transformer.empty(replace(config, num_layers=1), torch.float32, "meta", max_positions=1)
-    return {name: tuple(tensor.shape) for name, tensor in _tensors(model.layers[0]).items()}
+    return {name: tuple(tensor.shape) for name, tensor in model.layers[0].tensors().items()}
 
 
 def _shape(config: ModelConfig) -> list[int]:
     return [config.num_layers, config.hidden_size, config.intermediate_size, config.vocab_size]
-
-
-def _as_rows(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """[blocks, BLOCK]: a row of the matrix need not be a multiple of BLOCK."""
-    return _numpy(tensor).reshape(-1, BLOCK)
 
 
 def _numpy(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:

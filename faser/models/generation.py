@@ -22,14 +22,8 @@ FILE = "generation_config.json"
 MODES = ("auto", "none")  # the model's recommendation, or no recommendation
 
 # The fields taken, and their names in SamplingParams.
-_TAKEN = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+_TAKEN = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+_TAKEN["max_new_tokens"] = "max_tokens"
 # Fields that say nothing about sampling, or are used elsewhere.
 _OTHER = {
     "_from_model_config", "_commit_hash", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id",
@@ -84,13 +78,10 @@ def read(path: Path, origin: str | None = None) -> Recommendation:
         SamplingParams(**values)
     except InvalidRequest as error:
         raise ModelError(f"{path}: {error}; correct the file, or use --generation-config none") from None
-    ignored = (f"{name}={value!r}" for name, value in found.items() if _is_ignored(name, value))
+    known = _TAKEN.keys() | _OTHER
+    ignored = (f"{n}={value!r}" for n, value in found.items() if n not in known and value != _NEUTRAL.get(n))
     origin = origin or str(path)
     return Recommendation(values, origin if values else f"none in {origin}", tuple(ignored))
-
-
-def _is_ignored(name: str, value: Any) -> bool:
-    return name not in _TAKEN and name not in _OTHER and not (name in _NEUTRAL and value == _NEUTRAL[name])
 
 
 def describe(values: Mapping[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """From the name a user gives to a model that can be loaded: a folder, a hub name, a GGUF file or a draft patch.
 
 Whatever can be refused is refused when a source is opened, before a weight is read. No name means the default model,
-SmolLM2-135M-Instruct, from the Python package that carries it.
+SmolLM2-135M-Instruct, from the Python package that carries it. A draft fits its target where a token id means the same
+text to both; vocabularies padded to different sizes fit where the tokenizers agree.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from faser.errors import ConfigError, ModelError
 from faser.models import draft as patches
 from faser.models import generation, gguf, weights
 from faser.models.config import ModelConfig, read_object
-from faser.models.pairing import check_pair
+from faser.models.gguf.tokenizer import read_vocabulary
 from faser.models.transformer import Transformer
 from faser.progress import Update
 from faser.text.chat import ChatTemplate
@@ -32,28 +33,14 @@ DEFAULT_HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEFAULT_GENERATION = Path(__file__).parent / "smollm2-135m-instruct" / generation.FILE
 
 
-class Source(Protocol):
-    """A model that is found and checked, but not loaded."""
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    def load(
-        self, dtype: torch.dtype, max_positions: int, progress: Update | None = None, device: str = "cpu"
-    ) -> Transformer: ...
-
-
 @dataclass(frozen=True)
 class FolderSource:
+    """A model in a Hugging Face folder, found and checked but not loaded."""
+
     path: Path
     config: ModelConfig
 
-    def load(
-        self, dtype: torch.dtype, max_positions: int, progress: Update | None = None, device: str = "cpu"
-    ) -> Transformer:
+    def load(self, dtype: torch.dtype, max_positions: int, progress: Update, device: str) -> Transformer:
         return weights.load(self.path, self.config, dtype, device, progress, max_positions)
 
     def tokenizer(self) -> Tokenizer | None:
@@ -72,12 +59,12 @@ class FolderSource:
 
 @dataclass(frozen=True)
 class GgufSource:
+    """A model in a GGUF file, found and checked but not loaded."""
+
     path: Path
     config: ModelConfig
 
-    def load(
-        self, dtype: torch.dtype, max_positions: int, progress: Update | None = None, device: str = "cpu"
-    ) -> Transformer:
+    def load(self, dtype: torch.dtype, max_positions: int, progress: Update, device: str) -> Transformer:
         return gguf.load(self.path, self.config, dtype, device, progress, max_positions)
 
     def tokenizer(self) -> Tokenizer | None:
@@ -104,15 +91,10 @@ class PatchSource:
     config: ModelConfig
     patch: patches.Patch
 
-    def apply(self, target: Transformer) -> Transformer:
-        return patches.apply_patch(target, self.patch)
-
 
 def open_target(name: str | None) -> FolderSource | GgufSource:
     """The named model; None: the default one."""
-    if name is None:
-        return _open(str(default_target()))
-    return _open(name)
+    return _open(str(default_target()) if name is None else name)
 
 
 def recommended_sampling(name: str | None, mode: str) -> generation.Recommendation:
@@ -127,7 +109,7 @@ def recommended_sampling(name: str | None, mode: str) -> generation.Recommendati
     return generation.read(weights.resolve(name) / generation.FILE)
 
 
-def open_draft(name: str, target: FolderSource | GgufSource) -> Source | PatchSource:
+def open_draft(name: str, target: FolderSource | GgufSource) -> FolderSource | GgufSource | PatchSource:
     """The named draft, checked against its target."""
     if gguf.is_gguf(name) and gguf.open_file(name).architecture == patches.ARCHITECTURE:
         patch = patches.read_patch(name, target.config)
@@ -181,3 +163,69 @@ def _token_text(settings: Mapping[str, Any], key: str) -> str:
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else ""
+
+
+# ---- whether a draft fits its target ----
+
+
+def check_pair(target: Path, draft: Path, target_config: ModelConfig, draft_config: ModelConfig) -> None:
+    """Raise ModelError unless the tokenizers of two models are the same; each is a GGUF file or a folder.
+
+    Of two folders without a tokenizer, only the sizes of the vocabularies can be compared.
+    """
+    if _has_tokenizer(target) or _has_tokenizer(draft):
+        compare_tokenizers(target, draft)
+    elif target_config.vocab_size != draft_config.vocab_size:
+        raise ModelError(
+            f"the draft in {draft} has {draft_config.vocab_size} tokens and the target in {target} has "
+            f"{target_config.vocab_size}; expected the same tokenizer: choose a draft of the target's family"
+        )
+
+
+def compare_tokenizers(target: Path, draft: Path) -> None:
+    """Merges are compared between models of the same format; padding tokens are not."""
+    (target_ids, target_merges), (draft_ids, draft_merges) = _read_tokenizer(target), _read_tokenizer(draft)
+    tokens = target_ids.keys() | draft_ids.keys()
+    differing = [token for token in tokens if target_ids.get(token) != draft_ids.get(token)]
+    if differing:
+        raise ModelError(
+            f"the tokenizers of {draft} and {target} differ in the ids of {len(differing)} tokens "
+            f"({weights.list_names(map(repr, differing))}); choose a draft of the target's family"
+        )
+    if gguf.is_gguf(target) == gguf.is_gguf(draft) and target_merges != draft_merges:
+        raise ModelError(
+            f"the tokenizers of {draft} and {target} differ in their merges; choose a draft of the target's family"
+        )
+
+
+def _has_tokenizer(model: Path) -> bool:
+    return gguf.is_gguf(model) or (model / TOKENIZER_FILE).is_file()
+
+
+def _read_tokenizer(model: Path) -> tuple[dict[str, int], list[str]]:
+    """Ids by token, and the merges."""
+    if gguf.is_gguf(model):
+        vocabulary = read_vocabulary(gguf.open_file(model))
+        return vocabulary.used_ids, vocabulary.merges
+    file = model / TOKENIZER_FILE
+    if not file.is_file():
+        raise ModelError(f"{file}: missing, so the pair cannot be checked; fetch it, or copy it from the other model")
+    data = read_object(file)
+    try:
+        return _token_ids(data), _merges(data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ModelError(f"{file}: not a tokenizer.json ({reason}); fetch the model again") from error
+
+
+def _token_ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    """Ids by token. Added tokens count too: some tools list them in the vocabulary as well, others do not."""
+    vocab = tokenizer["model"]["vocab"]
+    if isinstance(vocab, list):  # unigram models: [[token, score], ...] in order of id
+        vocab = {token: index for index, (token, _) in enumerate(vocab)}
+    return {**vocab, **{added["content"]: added["id"] for added in tokenizer.get("added_tokens") or []}}
+
+
+def _merges(tokenizer: Mapping[str, Any]) -> list[str]:
+    """Merges as "left right"; some files hold them as pairs."""
+    return [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"].get("merges") or []]

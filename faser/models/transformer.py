@@ -12,7 +12,7 @@ row-major.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,10 @@ class Layer:
     gate_up: Tensor  # [2 * intermediate, hidden]
     down: Tensor  # [hidden, intermediate]
 
+    def tensors(self) -> dict[str, Tensor]:
+        """By field, without those that the model does not have."""
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+
 
 class Transformer:
     """A model in memory. `cos` and `sin` are [max_positions, head_dim // 2] tables in float32 for `layers.rotate`."""
@@ -66,7 +70,11 @@ class Transformer:
         self.final_norm = final_norm
         self.head = head
         self.vocabulary = vocabulary
-        self.max_positions = _checked_positions(max_positions, config)
+        self.max_positions = most = config.max_positions
+        if max_positions is not None:
+            if not 1 <= max_positions <= most:
+                raise ConfigError(f"max_positions={max_positions}: expected 1 to {most}, the positions of the model")
+            self.max_positions = max_positions
         self.cos, self.sin = rope_tables(config.rope, config.head_dim, self.max_positions, embedding.device)
 
     @classmethod
@@ -85,13 +93,7 @@ class Transformer:
         return cls(config, embedding, layers, make.vector(config.hidden_size), head, max_positions)
 
     @classmethod
-    def shared(
-        cls,
-        owner: Transformer,
-        config: ModelConfig,
-        short_vocabulary: Tensor | None = None,
-        max_positions: int | None = None,
-    ) -> Transformer:
+    def shared(cls, owner: Transformer, config: ModelConfig, short_vocabulary: Tensor | None = None) -> Transformer:
         """A model with its own layers, not yet written, and the embedding and head of `owner`.
 
         With a short vocabulary the head is a copy of the rows of its tokens.
@@ -104,8 +106,7 @@ class Transformer:
             head = make.matrix(len(short_vocabulary), config.hidden_size)
             head.copy_(owner.head[short_vocabulary])
         norm = make.vector(config.hidden_size)
-        positions = max_positions or owner.max_positions
-        return cls(config, owner.embedding, layers, norm, head, positions, short_vocabulary)
+        return cls(config, owner.embedding, layers, norm, head, owner.max_positions, short_vocabulary)
 
     @classmethod
     def random(
@@ -120,7 +121,8 @@ class Transformer:
         """A model with random weights, for tests and benchmarks. Norms are near 1, biases not 0: mistakes show."""
         model = cls.empty(config, dtype, device, max_positions)
         generator = torch.Generator(device=model.device).manual_seed(seed)
-        norms = {id(norm) for norm in model._norms()}
+        layer_norms = (t for layer in model.layers for name, t in layer.tensors().items() if name.endswith("norm"))
+        norms = {id(norm) for norm in (*layer_norms, model.final_norm)}
         for weight in model.weights():
             centre, spread = (1.0, 0.1) if id(weight) in norms else (0.0, std)
             # Filled in storage order: filling a transposed matrix by its strides is slow.
@@ -150,7 +152,7 @@ class Transformer:
         """Every weight once; a tied head is not repeated."""
         yield self.embedding
         for layer in self.layers:
-            yield from _present(layer)
+            yield from layer.tensors().values()
         yield self.final_norm
         if self.head is not self.embedding:
             yield self.head
@@ -196,11 +198,6 @@ class Transformer:
         gate_up = F.linear(rms_norm(hidden, layer.mlp_norm, config.norm_eps), layer.gate_up)
         return torch.addmm(hidden, silu_mul(gate_up), layer.down.t())
 
-    def _norms(self) -> Iterator[Tensor]:
-        for layer in self.layers:
-            yield from (norm for norm in (layer.attention_norm, layer.mlp_norm, layer.qk_norm) if norm is not None)
-        yield self.final_norm
-
 
 class _Allocator:
     """Allocates tensors; matrices in the storage order that is fast on the device."""
@@ -234,23 +231,8 @@ def _empty_layer(config: ModelConfig, make: _Allocator) -> Layer:
     )
 
 
-def _present(layer: Layer) -> Iterator[Tensor]:
-    for each in fields(layer):
-        weight = getattr(layer, each.name)
-        if weight is not None:
-            yield weight
-
-
 def _apply_head(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight^T, contiguous; for a row-major weight on a CPU, by the product that is faster at these rows."""
     if x.shape[0] in _SWAPPED_HEAD_ROWS and not x.is_cuda and weight.is_contiguous():
         return (weight @ x.t()).t().contiguous()
     return F.linear(x, weight)
-
-
-def _checked_positions(asked: int | None, config: ModelConfig) -> int:
-    if asked is None:
-        return config.max_positions
-    if not 1 <= asked <= config.max_positions:
-        raise ConfigError(f"max_positions={asked}: expected 1 to {config.max_positions}, the positions of the model")
-    return asked

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,8 +86,7 @@ def resolve_dtype(name: str, config: ModelConfig, device_type: str) -> torch.dty
         name = "float32" if device_type == "cpu" else config.dtype
     if name not in DTYPES:
         raise ConfigError(f"dtype={name!r}: expected auto, {', '.join(DTYPES)}")
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+    return getattr(torch, name)
 
 
 # ---- loading ----
@@ -105,7 +104,7 @@ def load(
     catalogue = _catalogue(Path(folder))
     model = Transformer.empty(config, dtype, device, max_positions)
     destinations = destinations_of(model)
-    _check_catalogue(Path(folder), catalogue, destinations, config)
+    _check_catalogue(Path(folder), catalogue, destinations, config.tie_embeddings)
     _fill(destinations, catalogue, progress)
     return model
 
@@ -305,38 +304,32 @@ def _broken(path: Path, error: Exception) -> ModelError:
 
 
 def _check_catalogue(
-    folder: Path,
-    catalogue: Mapping[str, _CheckpointTensor],
-    destinations: Mapping[str, Destination],
-    config: ModelConfig,
+    folder: Path, catalogue: Mapping[str, _CheckpointTensor], destinations: Mapping[str, Destination], is_tied: bool
 ) -> None:
-    missing = destinations.keys() - catalogue.keys()
-    if missing:
-        raise ModelError(f"{folder}: the checkpoint lacks {list_names(missing)}; its config.json asks for them")
-    unexpected = {name for name in catalogue.keys() - destinations.keys() if not _harmless(name, config)}
-    if unexpected:
-        raise ModelError(
-            f"{folder}: the checkpoint has {list_names(unexpected)}, which its config.json does not call for"
-        )
+    # Rotary frequencies of older tools and the copy of a tied head may be there, unneeded.
+    needed = {name for name in catalogue if not name.endswith("rotary_emb.inv_freq")}
+    check_names(folder, needed - {"lm_head.weight"} if is_tied else needed, destinations, "config.json")
     for name, destination in destinations.items():
-        _check_tensor(name, catalogue[name], destination)
+        entry = catalogue[name]
+        if entry.dtype not in _DTYPES:
+            raise UnsupportedModel(
+                f"{entry.path}: {name} has the dtype {entry.dtype}; expected one of {', '.join(_DTYPES)}"
+            )
+        check_shape(entry.path, name, entry.shape, destination.shape, "config.json")
 
 
-def _harmless(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor is unneeded: rotary frequencies of older tools, or the copy of a tied head."""
-    return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
+def check_names(path: Path, found: Set[str], expected: Mapping[str, Destination], origin: str) -> None:
+    """Refuse a model whose file lacks a tensor that `origin` describes, or has one that it does not describe."""
+    missing, unexpected = expected.keys() - found, found - expected.keys()
+    if missing:
+        raise ModelError(f"{path}: the model lacks {list_names(missing)}; {origin} asks for them")
+    if unexpected:
+        raise ModelError(f"{path}: the model has {list_names(unexpected)}, which {origin} does not call for")
 
 
-def _check_tensor(name: str, entry: _CheckpointTensor, destination: Destination) -> None:
-    if entry.dtype not in _DTYPES:
-        raise UnsupportedModel(
-            f"{entry.path}: {name} has the dtype {entry.dtype}; expected one of {', '.join(_DTYPES)}"
-        )
-    if entry.shape != destination.shape:
-        raise ModelError(
-            f"{entry.path}: {name} has the shape {list(entry.shape)}; "
-            f"expected {list(destination.shape)} from config.json"
-        )
+def check_shape(path: Path, name: str, found: tuple[int, ...], expected: tuple[int, ...], origin: str) -> None:
+    if found != expected:
+        raise ModelError(f"{path}: {name} has the shape {list(found)}; expected {list(expected)} from {origin}")
 
 
 def list_names(names: Iterable[str]) -> str:

@@ -72,34 +72,16 @@ class Profiling:
 class Device(Protocol):
     """Memory and kernels of one kind of hardware."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def max_running(self) -> int:
-        """Requests in one batch, if the user did not choose."""
-        ...
-
-    @property
-    def max_batch_tokens(self) -> int:
-        """Rows in one step, if the user did not choose."""
-        ...
-
-    @property
-    def pacing(self) -> Pacing:
-        """Seconds of a step, and prompt rows of the first steps."""
-        ...
-
-    @property
-    def profiling(self) -> Profiling: ...
-
-    @property
-    def speeds(self) -> Speeds: ...
+    name: str
+    max_running: int  # requests in one batch, if the user did not choose
+    max_batch_tokens: int  # rows in one step, if the user did not choose
+    pacing: Pacing  # seconds of a step, and prompt rows of the first steps
+    profiling: Profiling
+    speeds: Speeds
 
     @property
     def exit_depths(self) -> tuple[float, ...]:
         """Shares of the target's layers after which its executor may drop drafts."""
-        ...
 
     @property
     def splits(self) -> tuple[int, ...]:
@@ -107,24 +89,19 @@ class Device(Protocol):
 
         Each is the number of SMs that drafting has to itself; 0: both models share all SMs.
         """
-        ...
 
     @property
     def memory(self) -> int:
         """Bytes of the whole device."""
-        ...
 
     def require_heads(self, role: str, config: ModelConfig) -> None:
         """Raise ConfigError if the device's attention cannot compute the heads of a model (`role`: target or draft)."""
-        ...
 
     def default_kv_memory(self) -> int | None:
         """Bytes of KV pages if the user did not choose; None: what the models leave free."""
-        ...
 
     def make_executor(self, parts: Parts) -> tuple[Executor, int]:
         """An executor, and the number of KV pages of each model."""
-        ...
 
 
 def make_device(name: str) -> Device:

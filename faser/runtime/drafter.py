@@ -20,6 +20,7 @@ class Drafts:
 
     num_tokens: IntArray  # [B]
     confidence: FloatArray | None = None  # [B, depth] probability of each drafted token, if the plan has a rule for it
+    seconds: float = 0.0  # of the draft's forwards
 
 
 class Drafter(Protocol):
@@ -31,8 +32,3 @@ class Drafter(Protocol):
 
     def draft(self, plan: StepPlan) -> Drafts:
         """Write up to plan.lengths tokens per request to history[slot, num_tokens + frontier:]."""
-        ...
-
-    def take_seconds(self) -> float:
-        """Seconds spent in the draft's forwards since the last call."""
-        ...

@@ -61,27 +61,14 @@ def require_room(asked: int | None, room: int) -> None:
         )
 
 
-class KVCache:
-    """pages: [num_layers, num_pages, page_size, 2 * num_kv_heads, head_dim]"""
+def make_pages(config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """[num_layers, num_pages, page_size, 2 * num_kv_heads, head_dim] on the CPU.
 
-    def __init__(self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype) -> None:
-        self.num_pages = num_pages
-        self.page_size = page_size
-        shape = (config.num_layers, num_pages, page_size, 2 * config.num_kv_heads, config.head_dim)
-        self.pages = _lazy_zeros(num_pages * bytes_per_page(config, page_size, dtype)).view(dtype).view(shape)
-
-    def layer(self, index: int) -> torch.Tensor:
-        """[num_pages, page_size, 2 * num_kv_heads, head_dim]"""
-        return self.pages[index]
-
-    def layer_rows(self, index: int) -> torch.Tensor:
-        """[num_pages * page_size, 2 * num_kv_heads, head_dim]"""
-        return self.pages[index].flatten(0, 1)
-
-
-def _lazy_zeros(num_bytes: int) -> torch.Tensor:
-    """Zeros that take physical memory on first touch. Zeros, not garbage: a masked NaN is still a NaN."""
+    Zeros, which take physical memory on first touch. Garbage would not do: a masked NaN is still a NaN.
+    """
+    num_bytes = num_pages * bytes_per_page(config, page_size, dtype)
     try:
-        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8))
+        memory = torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8))
     except MemoryError as error:
-        raise ConfigError(f"no memory for a KV cache of {num_bytes / 2**30:.2f} GiB; lower kv_memory") from error
+        raise ConfigError(f"no memory for a KV cache of {num_bytes / GIB:.2f} GiB; lower kv_memory") from error
+    return memory.view(dtype).view(config.num_layers, num_pages, page_size, 2 * config.num_kv_heads, config.head_dim)

@@ -27,9 +27,6 @@ class NgramDrafter:
             num_drafted[i] = found.size
         return Drafts(num_drafted)
 
-    def take_seconds(self) -> float:
-        return 0.0
-
 
 def lookup(tokens: IntArray, length: int, max_ngram: int = 4, min_ngram: int = 2) -> IntArray:
     """The `length` tokens that followed the most recent earlier occurrence of the longest repeated suffix of `tokens`.

@@ -134,8 +134,7 @@ def _to_gumbel(hashed: UInt32Array, out: Float32Array) -> None:
 
 def broken_rows(logits: torch.Tensor) -> NDArray[np.bool_]:
     """[N] rows with a NaN, or without a finite best logit: the model overflowed."""
-    broken: NDArray[np.bool_] = ~torch.isfinite(logits.amax(dim=-1)).cpu().numpy()
-    return broken
+    return ~torch.isfinite(logits.amax(dim=-1)).cpu().numpy()
 
 
 # --- sampler -------------------------------------------------------------------------------------------------------
@@ -174,10 +173,8 @@ class Sampler:
         self._repetition = np.ones(max_slots, np.float32)
         self._presence = np.zeros(max_slots, np.float32)
         self._frequency = np.zeros(max_slots, np.float32)
-        self._penalised = np.zeros(max_slots, bool)
-        self._biased = np.zeros(max_slots, bool)
         self._constrained = np.zeros(max_slots, bool)  # has a grammar
-        self._adjusted = np.zeros(max_slots, bool)  # any of the last three
+        self._adjusted = np.zeros(max_slots, bool)  # has a bias, a penalty or a grammar
         self._num_banned = np.zeros(max_slots, np.int64)  # leading outputs that may not be a stop id
         self._num_logprobs = np.full(max_slots, -1, np.int64)  # -1: not asked for
         self._bias: dict[int, tuple[IntArray, Float32Array]] = {}
@@ -197,8 +194,6 @@ class Sampler:
         self._repetition[slot] = params.repetition_penalty
         self._presence[slot] = params.presence_penalty
         self._frequency[slot] = params.frequency_penalty
-        self._penalised[slot] = params.penalised
-        self._biased[slot] = bool(bias)
         self._constrained[slot] = params.grammar is not None
         self._adjusted[slot] = bool(bias) or params.penalised or params.grammar is not None
         self._num_banned[slot] = params.min_tokens if stop_ids else 0
@@ -226,7 +221,7 @@ class Sampler:
             logits = logits.clone()
             logits[torch.from_numpy(broken).to(logits.device)] = 0.0
         kinds = self._kind[slots]
-        adjusted = self._needs_adjusting(slots, positions)
+        adjusted = self._adjusted[slots] | self._bans(slots, positions)
         if not adjusted.any() and not kinds.any():
             return _argmax(logits)
         # [N, V]
@@ -241,7 +236,8 @@ class Sampler:
         for kind, choose in enumerate((self._take_best, self._draw, self._draw_filtered)):
             rows = np.flatnonzero(kinds == kind)
             if rows.size:
-                token_ids[rows] = choose(_rows_of(scores, rows), slots[rows], positions[rows])
+                some = scores if rows.size == len(scores) else scores[rows]  # no copy of all rows
+                token_ids[rows] = choose(some, slots[rows], positions[rows])
         return token_ids
 
     def confidence(self, logits: torch.Tensor, slots: IntArray, token_ids: IntArray) -> NDArray[np.float64]:
@@ -250,8 +246,7 @@ class Sampler:
         scaled = logits.float() * torch.from_numpy(scale).to(logits.device)[:, None]
         chosen = torch.from_numpy(token_ids).to(logits.device)[:, None]
         log_p = scaled.gather(1, chosen)[:, 0] - scaled.logsumexp(dim=1)
-        found: NDArray[np.float64] = log_p.exp().nan_to_num(0.0).double().cpu().numpy()
-        return found
+        return log_p.exp().nan_to_num(0.0).double().cpu().numpy()
 
     def rank_drafts(
         self, logits: torch.Tensor, slots: IntArray, positions: IntArray, token_ids: IntArray, shortlist: int = 0
@@ -297,16 +292,14 @@ class Sampler:
 
     # --- bias, penalties, ban: one row of scores, [V], in place ----------------------------------------------------
 
-    def _needs_adjusting(self, slots: IntArray, positions: IntArray) -> NDArray[np.bool_]:
-        return self._adjusted[slots] | self._bans(slots, positions)
-
     def _bans(self, slots: Any, positions: Any) -> Any:
         """Whether stop ids are banned, for one row or for [N]: position t has t - num_prompt outputs before it."""
         return positions - self._num_prompt[slots] < self._num_banned[slots]
 
     def _adjust(self, score: Float32Array, slot: int, position: int) -> None:
-        if self._biased[slot]:
-            self._add_bias(score, slot)
+        token_ids, bias = self._bias[slot]
+        known = token_ids < len(score)
+        score[token_ids[known]] += bias[known]
         if self._repetition[slot] != 1:
             self._penalise_repetition(score, slot, position)
         if self._presence[slot] != 0 or self._frequency[slot] != 0:
@@ -314,11 +307,6 @@ class Sampler:
         if self._bans(slot, position):
             stop_ids = self._stop_ids[slot]
             score[stop_ids[stop_ids < len(score)]] = -np.inf
-
-    def _add_bias(self, score: Float32Array, slot: int) -> None:
-        token_ids, bias = self._bias[slot]
-        known = token_ids < len(score)
-        score[token_ids[known]] += bias[known]
 
     def _penalise_repetition(self, score: Float32Array, slot: int, position: int) -> None:
         """For each token of the prefix, prompt included: divide a positive score, multiply a negative one."""
@@ -468,11 +456,6 @@ def _argmax(logits: torch.Tensor) -> IntArray:
     if logits.device.type == "cpu":
         return logits.numpy().argmax(axis=-1)
     return logits.argmax(dim=-1).cpu().numpy()
-
-
-def _rows_of(scores: Float32Array, rows: IntArray) -> Float32Array:
-    """Some rows, ascending; without a copy if these are all rows."""
-    return scores if len(rows) == len(scores) else scores[rows]
 
 
 def _count(tokens: IntArray, num_tokens: int) -> tuple[IntArray, IntArray]:

@@ -86,7 +86,7 @@ def _compile(source: str) -> jinja2.Template:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
         return environment.from_string(source)
     except Exception as error:  # of Jinja, or of Python's compiler, which limits nesting and size
@@ -119,7 +119,3 @@ def _to_json(
 
 def _raise_exception(message: str) -> NoReturn:
     raise _Refusal(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)

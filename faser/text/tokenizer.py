@@ -156,7 +156,10 @@ class TextStream:
             # A character has at most four tokens. More are noise: decode ever less often, so that the cost is linear.
             self._next_try = self.num_held + max(1, self.num_held // 4)
             return ""
-        self._start_piece()
+        self._window = self._window[self._num_finished :]  # the held tokens become the finished piece
+        self._num_finished = len(self._window)
+        self._finished_text = self._tokenizer.decode(self._window)
+        self._next_try = 1
         return new_text
 
     def peek(self) -> str:
@@ -176,13 +179,6 @@ class TextStream:
 
     def _held_text(self) -> str:
         return self._tokenizer.decode(self._window)[len(self._finished_text) :]
-
-    def _start_piece(self) -> None:
-        """The held tokens become the finished piece."""
-        self._window = self._window[self._num_finished :]
-        self._num_finished = len(self._window)
-        self._finished_text = self._tokenizer.decode(self._window)
-        self._next_try = 1
 
 
 class ByteTextStream(TextStream):

@@ -21,9 +21,9 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from faser.errors import FaserError, MissingPackage, ModelError, UnsupportedModel
 from faser.models import gguf as loader
-from faser.models.gguf.blocks import TENSOR_TYPES
+from faser.models.gguf.reader import TENSOR_TYPES
 from faser.models.gguf.tokenizer import SPLITS
-from faser.models.pairing import compare_tokenizers
+from faser.models.source import compare_tokenizers
 from faser.models.transformer import Transformer
 from tests.models.reference import LLAMA3_ROPE, forward, random_hf
 
@@ -412,8 +412,8 @@ def test_wrong_metadata_are_named(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"blk.1.ffn_up.weight": None}, r"the file lacks blk\.1\.ffn_up\.weight; its metadata ask for them"),
-        ({"blk.0.ffn_up.bias": np.zeros(96, np.float32)}, r"the file has blk\.0\.ffn_up\.bias, which"),
+        ({"blk.1.ffn_up.weight": None}, r"the model lacks blk\.1\.ffn_up\.weight; the metadata asks for them"),
+        ({"blk.0.ffn_up.bias": np.zeros(96, np.float32)}, r"the model has blk\.0\.ffn_up\.bias, which"),
         (
             {"output_norm.weight": np.zeros(63, np.float32)},
             r"output_norm\.weight has the shape \[63\]; expected \[64\]",

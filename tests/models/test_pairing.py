@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from faser.errors import ModelError
-from faser.models.pairing import check_pair
+from faser.models.source import check_pair
 from tests.tiny import CONFIGS, VOCABULARY
 
 CONFIG = CONFIGS["llama3"]

@@ -1,7 +1,6 @@
 """From one GGUF file to a model and its tokenizer: llama.cpp's format for Llama, Mistral, Qwen2 and Qwen3.
 
-reader.py     the header: metadata, and where each tensor is
-blocks.py     a stored tensor: its block format and its dequantised rows
+reader.py     metadata, and the tensors as float32
 config.py     ModelConfig from the metadata
 weights.py    names and row order of the tensors; the model itself
 tokenizer.py  the tokenizer that the metadata describe

@@ -10,8 +10,8 @@ from typing import Any
 
 from faser.errors import ModelError, UnsupportedModel
 from faser.models.config import REQUIRED, Fields, ModelConfig, Rope, optional_id, refuse_shapes
-from faser.models.gguf.blocks import TENSOR_TYPES, StoredTensor, read_rows
-from faser.models.gguf.reader import GgufFile, open_file
+from faser.models.gguf.reader import TENSOR_TYPES, GgufFile, StoredTensor, open_file
+from faser.models.weights import check_shape
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
@@ -57,9 +57,7 @@ def refuse_unsupported(header: GgufFile) -> None:
     if _count_or_zero(fields, f"{arch}.expert_count"):
         raise fields.refuse(f"mixture of experts (MoE, {arch}.expert_count)")
     if arch not in ARCHITECTURES:
-        raise UnsupportedModel(
-            f"{header.path}: the architecture {arch!r} is not supported; expected one of {', '.join(ARCHITECTURES)}"
-        )
+        raise fields.refuse(f"the architecture {arch!r}", f"expected one of {', '.join(ARCHITECTURES)}")
     window = _count_or_zero(fields, f"{arch}.attention.sliding_window")
     if 0 < window < _count(fields, f"{arch}.context_length"):
         raise fields.refuse(f"{arch}.attention.sliding_window={window} (a sliding window)")
@@ -151,14 +149,13 @@ def _yarn(rope: Rope, fields: Fields, arch: str) -> Rope:
 
 def _rope_factors(header: GgufFile, head_dim: int) -> tuple[float, ...]:
     """llama3's scaling as llama.cpp stores it: one divisor per frequency."""
-    tensor = header.tensors.get("rope_freqs.weight")
-    if tensor is None:
+    name = "rope_freqs.weight"
+    if name not in header.tensors:
         return ()
-    check_shape(header.path, tensor, (head_dim // 2,))
-    with header.path.open("rb") as file:
-        factors = read_rows(file, header.path, tensor, 0, head_dim // 2).tolist()
+    check_shape(header.path, name, header.tensors[name].shape, (head_dim // 2,), "the metadata")
+    factors = header.tensor(name).tolist()
     if not all(0 < factor < math.inf for factor in factors):
-        raise ModelError(f"{header.path}: rope_freqs.weight: expected positive divisors; convert the model again")
+        raise ModelError(f"{header.path}: {name}: expected positive divisors; convert the model again")
     return tuple(factors)
 
 
@@ -175,10 +172,3 @@ def _dtype(tensors: Iterable[StoredTensor]) -> str:
     if types <= {"F32"}:
         return "float32"
     return "float16" if types <= {"F16", "F32"} else "bfloat16"
-
-
-def check_shape(path: Path, tensor: StoredTensor, expected: tuple[int, ...]) -> None:
-    if tensor.shape != expected:
-        raise ModelError(
-            f"{path}: {tensor.name} has the shape {list(tensor.shape)}; expected {list(expected)} from the metadata"
-        )

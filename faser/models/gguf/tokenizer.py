@@ -9,7 +9,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 
-from faser.errors import ModelError, UnsupportedModel
+from faser.errors import ModelError
 from faser.models.config import optional_id
 from faser.models.gguf.reader import GgufFile, open_file
 from faser.text.tokenizer import Tokenizer
@@ -60,9 +60,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     kind = header.text("tokenizer.ggml.model")
     builders = {"gpt2": _byte_level, "llama": _sentence_piece}
     if kind not in builders:
-        raise UnsupportedModel(
-            f"{header.path}: tokenizer.ggml.model={kind!r} is not supported; expected {' or '.join(builders)}"
-        )
+        raise header.fields.refuse(f"tokenizer.ggml.model={kind!r}", f"expected {' or '.join(builders)}")
     try:
         backend = builders[kind](header, vocabulary)
     except ModelError:
@@ -99,17 +97,13 @@ def _byte_level(header: GgufFile, vocabulary: GgufVocabulary) -> tokenizers.Toke
     """GPT-2's kind: bytes spelled as letters, merged within the parts of a split text."""
     name = header.text("tokenizer.ggml.pre", "default")
     if name not in SPLITS:
-        raise UnsupportedModel(
-            f"{header.path}: tokenizer.ggml.pre={name!r} is not supported; expected one of {', '.join(SPLITS)}"
-        )
+        raise header.fields.refuse(f"tokenizer.ggml.pre={name!r}", f"expected one of {', '.join(SPLITS)}")
     split = SPLITS[name]
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary.ids, merges=_merge_pairs(header, vocabulary.merges)))
-    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
-    backend.pre_tokenizer = (
-        spell
-        if split is None
-        else pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), behavior="isolated"), spell])
-    )
+    spell: pre_tokenizers.PreTokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
+    if split is not None:
+        spell = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), behavior="isolated"), spell])
+    backend.pre_tokenizer = spell
     backend.decoder = decoders.ByteLevel()
     return backend
 

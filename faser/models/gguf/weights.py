@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
-from faser.errors import ModelError
 from faser.models import weights
 from faser.models.config import ModelConfig
-from faser.models.gguf.blocks import StoredTensor, read_rows
-from faser.models.gguf.config import check_shape, refuse_unsupported
-from faser.models.gguf.reader import GgufFile, open_file
+from faser.models.gguf.config import refuse_unsupported
+from faser.models.gguf.reader import GgufFile, StoredTensor, open_file, read_rows
 from faser.models.transformer import Transformer
 from faser.progress import Update
 
@@ -52,8 +50,11 @@ def load(
     """Dequantise the weights piece by piece into a new model; peak memory is about that of the model."""
     header = open_file(path)
     refuse_unsupported(header)
-    without_memory = Transformer.empty(config, dtype, "meta", max_positions=1)
-    _check_tensors(header, _destinations_of(without_memory))
+    expected = _destinations_of(Transformer.empty(config, dtype, "meta", max_positions=1))  # takes no memory
+    needed = {name for name in header.tensors if not name.endswith(_HARMLESS)}
+    weights.check_names(header.path, needed, expected, "the metadata")
+    for name, destination in expected.items():
+        weights.check_shape(header.path, name, header.tensors[name].shape, destination.shape, "the metadata")
     model = Transformer.empty(config, dtype, device, max_positions)
     destinations = _destinations_of(model)
     done, total = 0, sum(header.tensors[name].num_bytes for name in destinations)
@@ -76,19 +77,6 @@ def _gguf_name(name: str) -> str:
     for theirs, ours in _NAMES.items():
         name = name.replace(theirs, ours)
     return name
-
-
-def _check_tensors(header: GgufFile, destinations: Mapping[str, weights.Destination]) -> None:
-    missing = destinations.keys() - header.tensors.keys()
-    if missing:
-        raise ModelError(f"{header.path}: the file lacks {weights.list_names(missing)}; its metadata ask for them")
-    unexpected = {name for name in header.tensors.keys() - destinations.keys() if not name.endswith(_HARMLESS)}
-    if unexpected:
-        raise ModelError(
-            f"{header.path}: the file has {weights.list_names(unexpected)}, which its metadata do not call for"
-        )
-    for name, destination in destinations.items():
-        check_shape(header.path, header.tensors[name], destination.shape)
 
 
 def _is_interleaved(header: GgufFile, name: str) -> bool:

@@ -17,7 +17,7 @@ from faser.runtime.cpu.runner import ModelRunner
 from faser.runtime.cpu.verifier import Verifier
 from faser.runtime.device import Parts, Profiling, Speeds
 from faser.runtime.drafter import Drafter
-from faser.runtime.kv_cache import KVCache, fitting_pages, require_room
+from faser.runtime.kv_cache import fitting_pages, make_pages, require_room
 from faser.runtime.ngram import NgramDrafter
 from faser.threads import ThreadTuner, available_cpus, user_chose_threads
 
@@ -52,8 +52,8 @@ class CpuDevice:
         num_pages = parts.num_pages or self._num_pages(parts)
 
         def runner(model: Transformer) -> ModelRunner:
-            cache = KVCache(model.config, num_pages, parts.page_size, model.dtype)
-            return ModelRunner(model, cache, parts.limits.max_running, parts.limits.max_model_len)
+            pages = make_pages(model.config, num_pages, parts.page_size, model.dtype)
+            return ModelRunner(model, pages, parts.limits.max_running, parts.limits.max_model_len)
 
         drafter: Drafter | None = None
         if parts.draft is not None:

@@ -7,8 +7,7 @@ import torch
 
 from faser.arrays import FloatArray, IntArray
 from faser.rules.stopping import WatchedPlan
-from faser.runtime.cpu.rows import Rows
-from faser.runtime.cpu.runner import ModelRunner
+from faser.runtime.cpu.runner import ModelRunner, Rows
 from faser.runtime.drafter import Drafts
 from faser.runtime.sampling import Sampler
 from faser.step import StepPlan
@@ -54,7 +53,7 @@ class ModelDrafter:
             lengths[active[stuck]] = done
         num_drafted = np.zeros_like(plan.lengths)
         num_drafted[runs] = lengths
-        return Drafts(num_drafted, self._confidence)
+        return Drafts(num_drafted, self._confidence, self._runner.take_seconds())
 
     def _extend(
         self, rows: Rows, wanted: IntArray, slots: IntArray, positions: IntArray, requests: IntArray, done: int
@@ -66,7 +65,8 @@ class ModelDrafter:
         """
         # A target's vocabulary may be padded beyond the draft's; padding has no text, so any stand-in will do.
         token_ids = np.minimum(self._history[rows.owners, rows.positions], self._runner.model.config.vocab_size - 1)
-        logits = self._runner.forward(rows, torch.from_numpy(token_ids), wanted)
+        hidden = self._runner.run(rows, self._runner.model.embed(torch.from_numpy(token_ids)))
+        logits = self._runner.logits(hidden, wanted)
         if wanted.size == 0:
             return []
         logits = self._spread(logits)
@@ -82,6 +82,3 @@ class ModelDrafter:
             return logits[:, : self._vocab_size]
         whole = logits.new_full((logits.shape[0], self._vocab_size), -torch.inf)
         return whole.index_copy_(1, self._runner.model.vocabulary, logits)
-
-    def take_seconds(self) -> float:
-        return self._runner.take_seconds()

@@ -7,8 +7,7 @@ import torch
 
 from faser.arrays import FloatArray, IntArray
 from faser.rules.early_exit import Exiting, ExitPoint, ExitRule
-from faser.runtime.cpu.rows import Rows
-from faser.runtime.cpu.runner import ModelRunner
+from faser.runtime.cpu.runner import ModelRunner, Rows
 from faser.runtime.sampling import Sampler
 from faser.step import StepPlan
 
@@ -53,10 +52,7 @@ class ExitingForward:
         if not point.layer:
             return np.zeros(slots.size, dtype=np.int64), np.zeros(slots.size)
         before, drafted = exiting.rows_before(rows.counts), self._history[slots, positions]
-        if point.candidates:
-            logits = self._runner.shortlist_logits(hidden, before, point.candidates, drafted)
-        else:
-            logits = self._runner.logits(hidden, before)
+        logits = self._runner.logits(hidden, before, point.candidates, drafted)
         return self._sampler.rank_drafts(logits, slots, positions, drafted, point.candidates)
 
 

@@ -7,12 +7,14 @@ and are dropped before the verification.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from faser.runtime.cpu.verifier import Verifier
 from faser.runtime.drafter import Drafter, Drafts
 from faser.runtime.sampling import Sampler
-from faser.step import StepPlan, StepResult, StepSeconds
+from faser.step import StepPlan, StepResult
 from faser.threads import ThreadTuner
 
 
@@ -40,25 +42,11 @@ class TorchExecutor:
             self._threads.begin(num_rows)
         drafts = self.drafter.draft(plan) if self.drafter is not None else Drafts(plan.lengths)
         num_verified = self._sampler.num_valid(plan.slots, plan.num_tokens, plan.judged_of(drafts.num_tokens))
-        verdict = self._verifier.verify(plan, num_verified, drafts.confidence, drafts.num_tokens)
-        verify_seconds = self._verifier.take_seconds()
+        result = self._verifier.verify(plan, num_verified, drafts.confidence, drafts.num_tokens)
         if self._threads is not None:
-            self._threads.end(num_rows, verify_seconds)
-        return StepResult(
-            num_drafted=drafts.num_tokens,
-            num_verified=verdict.num_verified,
-            num_accepted=verdict.num_accepted,
-            token_ids=verdict.token_ids,
-            logprobs=verdict.logprobs,
-            failures=verdict.failures,
-            seconds=StepSeconds(
-                draft=self.drafter.take_seconds() if self.drafter is not None else 0.0,
-                verify=verify_seconds,
-            ),
-            confidence=drafts.confidence if plan.stopping is not None else None,
-            exits=verdict.exits,
-            hits=verdict.hits,
-        )
+            self._threads.end(num_rows, result.seconds.verify)
+        confidence = drafts.confidence if plan.stopping is not None else None
+        return replace(result, seconds=replace(result.seconds, draft=drafts.seconds), confidence=confidence)
 
     def _update_slots(self, plan: StepPlan) -> None:
         for slot in plan.released:

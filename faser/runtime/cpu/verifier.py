@@ -8,30 +8,17 @@ that of plain decoding.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from faser.arrays import NONE, BoolArray, FloatArray, IntArray
 from faser.request import TokenLogprobs
-from faser.rules.early_exit import ExitReadings
 from faser.runtime.cpu.early_exit import ExitingForward
-from faser.runtime.cpu.rows import Rows
-from faser.runtime.cpu.runner import ModelRunner
+from faser.runtime.cpu.runner import ModelRunner, Rows
 from faser.runtime.sampling import BROKEN, Sampler, broken_rows
-from faser.step import StepPlan
-
-
-@dataclass(frozen=True)
-class Verdict:
-    num_verified: IntArray  # [B] drafts that went through all layers
-    num_accepted: IntArray  # [B]
-    token_ids: IntArray  # flat: accepted + bonus of each request that samples
-    logprobs: dict[int, list[TokenLogprobs]]  # by index in the plan
-    failures: dict[int, str]  # by index in the plan: why the target has no next token for a request
-    hits: BoolArray | None = None  # [B] who has a next frontier, where drafting goes on beside the verification
-    exits: ExitReadings | None = None
+from faser.step import StepPlan, StepResult, StepSeconds
 
 
 class Verifier:
@@ -43,8 +30,8 @@ class Verifier:
 
     def verify(
         self, plan: StepPlan, num_drafted: IntArray, confidence: FloatArray | None, num_new: IntArray
-    ) -> Verdict:
-        """Judge the first num_drafted tokens [B] behind each context.
+    ) -> StepResult:
+        """Judge the first num_drafted tokens [B] behind each context. The result has no figures of the drafter.
 
         `num_new` [B] tokens were drafted in this step; those behind the first num_drafted are not judged. `confidence`
         [B, depth] is the draft's own, for plans with a rule for early exit.
@@ -60,7 +47,7 @@ class Verifier:
 
     def _judge(
         self, plan: StepPlan, rows: Rows, hidden: torch.Tensor, num_drafted: IntArray, num_new: IntArray
-    ) -> Verdict:
+    ) -> StepResult:
         """Sample the target's tokens from the last layer and compare the drafts with them."""
         samples = np.flatnonzero(plan.samples)
         num_rows = num_drafted[samples] + 1  # [S] judged rows: of the last context token and of every draft
@@ -68,9 +55,10 @@ class Verifier:
         offsets = np.arange(num_rows.sum()) - np.repeat(starts, num_rows)  # 0 … num_drafted within each request
         wanted = np.repeat(rows.cu_rows[samples + 1] - num_rows, num_rows) + offsets
         logits = self._runner.logits(hidden, wanted)
+        seconds = StepSeconds(verify=self._runner.take_seconds())
         num_accepted = np.zeros_like(num_drafted)
         if samples.size == 0:
-            return Verdict(num_drafted, num_accepted, NONE, {}, {})
+            return StepResult(num_new, num_drafted, num_accepted, NONE, seconds=seconds)
         slots, positions = rows.owners[wanted], rows.positions[wanted] + 1
         said = self._sampler.sample(logits, slots, positions)
         drafted = self._history[slots, positions]
@@ -84,10 +72,7 @@ class Verifier:
         reasons = {**self._sampler.failed_rows, **dict.fromkeys(np.flatnonzero(broken_rows(logits)).tolist(), BROKEN)}
         failures = _failures(reasons, emitted, samples, starts)
         told = _by_request(logprobs, samples, starts, num_accepted[samples] + 1)
-        return Verdict(num_drafted, num_accepted, said[emitted], told, failures, hits)
-
-    def take_seconds(self) -> float:
-        return self._runner.take_seconds()
+        return StepResult(num_new, num_drafted, num_accepted, said[emitted], told, failures, seconds, hits=hits)
 
 
 def _hits(
@@ -97,8 +82,7 @@ def _hits(
     if plan.overlap is None or not plan.overlap.beside:
         return None
     has_chunk = (plan.overlap.chunk_of(num_new) > 0) & (num_drafted == plan.judged_of(num_new))
-    hits: BoolArray = plan.samples & has_chunk & (num_accepted == num_drafted) & agrees_behind
-    return hits
+    return plan.samples & has_chunk & (num_accepted == num_drafted) & agrees_behind
 
 
 def _leading_matches(
@@ -107,8 +91,7 @@ def _leading_matches(
     """[S] drafts that agree before the first that does not; a request's last row judges no draft."""
     is_draft = offsets < np.repeat(num_rows - 1, num_rows)
     agrees = is_draft & (said == drafted)
-    first_miss: IntArray = np.minimum.reduceat(np.where(agrees, np.iinfo(np.int64).max, offsets), starts)
-    return first_miss
+    return np.minimum.reduceat(np.where(agrees, np.iinfo(np.int64).max, offsets), starts)
 
 
 def _failures(reasons: Mapping[int, str], emitted: BoolArray, samples: IntArray, starts: IntArray) -> dict[int, str]:

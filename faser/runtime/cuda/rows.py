@@ -1,7 +1,7 @@
 """The flat rows of a forward, laid out on the device from per-request arrays.
 
 Knows slots, positions and the tokens of the history; knows nothing of models, logits or pages. The twin of
-faser/runtime/cpu/rows.py over static buffers. Buffers have the size of a bucket. How many entries are real is read on
+faser/runtime/cpu/runner.py over static buffers. Buffers have the size of a bucket. How many entries are real is read on
 the device, so that a graph can be replayed for any smaller batch.
 
 Shapes: B requests of a bucket, R rows, W wanted rows (rows whose logits are computed). All tensors are int32.

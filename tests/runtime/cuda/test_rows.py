@@ -1,4 +1,4 @@
-"""Rows laid out on the device equal those of faser.runtime.cpu.rows.Rows, and padding rows belong to no slot."""
+"""Rows laid out on the device equal those of faser.runtime.cpu.runner.Rows, and padding rows belong to no slot."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton: pip ins
 from faser.arrays import IntArray
 from faser.engine.pages import NO_WRITES
 from faser.rules.overlap import OverlapPlan
-from faser.runtime.cpu.rows import Rows
+from faser.runtime.cpu.runner import Rows
 from faser.runtime.cuda.rows import NO_SLOT, DeviceRows, Requests, expand, next_draft_rows, settle
 from faser.step import Settling, StepPlan
 

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from faser.runtime.cpu import attention as cpu
-from faser.runtime.cpu.attention import CpuAttention
-from faser.runtime.cpu.rows import Rows
-from faser.runtime.kv_cache import KVCache
+from faser.runtime.cpu import runner as cpu
+from faser.runtime.cpu.runner import CpuAttention, Rows
+from faser.runtime.kv_cache import make_pages
 from tests.models.reference import forward
 from tests.tiny import CONFIGS, make_model
 
@@ -29,14 +28,14 @@ def test_rows_in_pages_attend_like_whole_sequences(name, group_bytes, monkeypatc
     tokens = torch.randint(0, 61, (NUM_SLOTS, NUM_TOKENS), generator=torch.Generator().manual_seed(0))
     right = [forward(model, row) for row in tokens]
     num_pages = NUM_SLOTS * NUM_TOKENS // PAGE_SIZE
-    cache = KVCache(model.config, num_pages, PAGE_SIZE, torch.float32)
-    cache.pages.fill_(torch.nan)  # what was there before must not matter
+    pages = make_pages(model.config, num_pages, PAGE_SIZE, torch.float32)
+    pages.fill_(torch.nan)  # what was there before must not matter
     table = np.random.default_rng(0).permutation(num_pages).reshape(NUM_SLOTS, -1)
     num_groups = set()
     for step in STEPS:
         start, count = (np.array(column) for column in zip(*step, strict=True))
         rows = Rows.of(np.arange(NUM_SLOTS), start, count)
-        attend = CpuAttention(model, cache, table, rows)
+        attend = CpuAttention(model, pages, table, rows)
         num_groups.add(len(attend._groups))
         hidden = model.run_layers(model.embed(tokens[rows.owners, rows.positions]), attend)
         wanted = torch.stack([right[o][p] for o, p in zip(rows.owners, rows.positions, strict=True)])
