@@ -257,7 +257,7 @@ class EngineClient:
         """Note at once that the engine has gone, before anything writes to the closed socket."""
         self._transport = None
         self._num_in_batch = 0
-        self._figures.snapshot(None)
+        self._figures.latest = None
         if not self._closing and self.failure is None:
             self.state = State.RESTARTING
             self._start_time = monotonic()
@@ -302,7 +302,7 @@ class EngineClient:
                 figures.ended(track, item.finish.reason, now)
             track.stream.push(track.index, item)
         if message.snapshot is not None:
-            figures.snapshot(message.snapshot)
+            figures.latest = message.snapshot
 
 
 class _Connection(asyncio.Protocol):

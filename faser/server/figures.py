@@ -91,6 +91,3 @@ class Figures:
                 seconds = (now - track.first) / (track.num_tokens - 1)
                 self.per_token.add(seconds)
                 self.recent_per_token.append((now, seconds))
-
-    def snapshot(self, snapshot: Snapshot | None) -> None:
-        self.latest = snapshot
