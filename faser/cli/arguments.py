@@ -180,18 +180,14 @@ def add_sampling(parser: argparse.ArgumentParser, fallback: dict[str, Any]) -> N
     add("--max-draft", type=int, metavar="K", help="cap the draft length; 0 switches speculation off")
 
 
-def sampling_params(
-    args: argparse.Namespace, defaults: Mapping[str, Any], logprobs: int | None = None
-) -> SamplingParams:
+def sampling_params(args: argparse.Namespace, defaults: Mapping[str, Any]) -> SamplingParams:
     """The given options; `defaults` for the others."""
+    from dataclasses import fields
+
     from faser.request import SamplingParams
 
-    names = (
-        "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos",
-        "presence_penalty", "frequency_penalty", "repetition_penalty", "max_draft",
-    )  # fmt: skip
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return SamplingParams(**{**defaults, **given}, logprobs=logprobs)
+    given = {field.name: getattr(args, field.name, None) for field in fields(SamplingParams)}
+    return SamplingParams(**{**defaults, **{name: value for name, value in given.items() if value is not None}})
 
 
 def add_chat_template(parser: argparse.ArgumentParser) -> None:

@@ -161,8 +161,7 @@ def _generate(args: argparse.Namespace) -> int:
         raise ConfigError("--logprobs is only printed with --json; add it")
     if args.chat_template is not None and not args.chat:
         raise ConfigError("--chat-template is only used with --chat; add it")
-    defaults = _sampling_defaults(args, arguments.GENERATE_SAMPLING)
-    params = arguments.sampling_params(args, defaults, args.logprobs)
+    params = arguments.sampling_params(args, _sampling_defaults(args, arguments.GENERATE_SAMPLING))
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
     with _make_chat_llm(args) if args.chat else _make_llm(args) as llm:
         prompts = [llm.chat_prompt([{"role": "user", "content": text}]) for text in texts] if args.chat else texts

@@ -251,17 +251,10 @@ class ChatRequest(_Sampled, frozen=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @property
-    def asked_tokens(self) -> int | None:
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-
-    @property
     def num_logprobs(self) -> int | None:
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs is only reported with logprobs: set it to true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
-
-    def plain_messages(self) -> list[dict[str, Any]]:
-        return [message.plain(index) for index, message in enumerate(self.messages)]
 
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)

@@ -102,9 +102,8 @@ class Service:
         else:
             prompts = [self._prompt_ids(prompt, served) for prompt in given]
         longest = max(map(len, prompts))
-        asked = request.max_tokens
         default = served.about.sampling.get("max_tokens", DEFAULT_COMPLETION_TOKENS)
-        limit = self._output_limit(served.about, longest, asked, default, "prompt", "max_tokens")
+        limit = self._output_limit(served.about, longest, request.max_tokens, default, "prompt", "max_tokens")
         params = await self._params(request.sampling(limit, request.logprobs, served.about.sampling), served)
         echo = None
         if request.echo:
@@ -114,7 +113,7 @@ class Service:
 
     async def chat(self, request: ChatRequest, arrived: float) -> Call:
         served = self._admitting(request)
-        messages = request.plain_messages()
+        messages = [message.plain(index) for index, message in enumerate(request.messages)]
         if sum(len(message["content"]) for message in messages) > _LONG_TEXT:
             prompt = await asyncio.to_thread(self._chat_ids, messages, served)
         else:
@@ -122,7 +121,7 @@ class Service:
         num_logprobs = request.num_logprobs
         field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         default = served.about.sampling.get("max_tokens", served.about.max_tokens)
-        limit = self._output_limit(served.about, len(prompt), request.asked_tokens, default, "messages", field)
+        limit = self._output_limit(served.about, len(prompt), getattr(request, field), default, "messages", field)
         params = await self._params(request.sampling(limit, num_logprobs, served.about.sampling), served)
         answerer = ChatAnswerer(served.about.model, served.tokenizer, num_logprobs is not None)
         return self._submit(request, [prompt], params, answerer, served, arrived)
