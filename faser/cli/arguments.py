@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from faser.config import ServerOptions
     from faser.request import SamplingParams
 
+SHELLS = ("bash", "zsh", "tcsh")
 POLICIES = "faser, off, fixed:K, table:64=3/128=1, goodput, ema, adaspec, tetris, nightjar, faser-gp"
 # Options that a shell completes with file names.
 FILE_DESTINATIONS = (
@@ -76,35 +77,29 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--policy", help=f"{POLICIES}; default: faser with a draft, off without")
     engine.add_argument("--no-prefix-caching", action="store_true")
     _add_mechanisms(engine)
-    _add_profile_file(engine)
 
 
 def _add_engine_sizes(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--model", help="Hugging Face folder, hub name or GGUF file; default: SmolLM2-135M-Instruct")
-    engine.add_argument(
+    add = engine.add_argument
+    add("--model", help="Hugging Face folder, hub name or GGUF file; default: SmolLM2-135M-Instruct")
+    add(
         "--draft",
         help="folder, hub name, GGUF file, draft patch, ngram (prompt lookup) or none; "
         "default: the default model's own, none for other models",
     )
-    engine.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu or cuda")
-    engine.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    engine.add_argument(
-        "--max-model-len", type=int, metavar="N", help="tokens of one request; default: the model's context length"
-    )
-    engine.add_argument(
-        "--max-running", type=int, metavar="N", help="requests in one batch; default: 64 on a CPU, 256 on a GPU"
-    )
-    engine.add_argument(
-        "--max-batch-tokens", type=int, metavar="N", help="rows in one step; default: 1024 on a CPU, 4096 on a GPU"
-    )
-    engine.add_argument(
+    add("--device", default="auto", help="auto (a GPU if there is one), cpu or cuda")
+    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    add("--max-model-len", type=int, metavar="N", help="tokens of one request; default: the model's context length")
+    add("--max-running", type=int, metavar="N", help="requests in one batch; default: 64 on a CPU, 256 on a GPU")
+    add("--max-batch-tokens", type=int, metavar="N", help="rows in one step; default: 1024 on a CPU, 4096 on a GPU")
+    add(
         "--max-step-ms", type=float, metavar="MS",
         help="a step computes no more prompt rows than fit into this time, so that a long prompt does not stall "
         "streams; 0: no bound; default: 300 on a CPU, 60 on a GPU",
     )  # fmt: skip
-    engine.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens in one KV page")
-    engine.add_argument(
+    add("--page-size", type=int, default=16, metavar="N", help="tokens in one KV page")
+    add(
         "--kv-memory", type=float, metavar="GIB",
         help="memory for the KV pages of both models, at least enough for 256 tokens; default: the device's choice",
     )  # fmt: skip
@@ -120,9 +115,6 @@ def _add_mechanisms(engine: argparse._ArgumentGroup) -> None:
         "--overlap", choices=("auto", "on", "off"), default="auto",
         help="draft while earlier drafts are verified: auto (where the profile says that it pays, default), on or off",
     )  # fmt: skip
-
-
-def _add_profile_file(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument(
         "--profile", metavar="FILE",
         help="the cost of forwards, made by `faser profile`; default: the one kept for this machine and these models",
@@ -172,35 +164,30 @@ def add_sampling(parser: argparse.ArgumentParser, fallback: dict[str, Any]) -> N
 
     sampling = parser.add_argument_group("sampling")
     add_generation_config(sampling)
-    sampling.add_argument("--max-tokens", type=int, metavar="N", help=default("max_tokens"))
-    sampling.add_argument("--min-tokens", type=int, default=0, metavar="N")
-    sampling.add_argument("--temperature", type=float, metavar="T", help=f"0 is greedy; {default('temperature')}")
-    sampling.add_argument("--top-p", type=float, metavar="P", help=f"1 keeps all; {default('top_p')}")
-    sampling.add_argument("--top-k", type=int, metavar="K", help="0 keeps all; default: the model's, else 0")
-    sampling.add_argument("--min-p", type=float, metavar="P", help="0 keeps all; default: the model's, else 0")
-    sampling.add_argument("--seed", type=int, help="same prompt, parameters and seed give the same text")
-    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="may be given several times")
-    sampling.add_argument("--ignore-eos", action="store_true", help="continue after the model's end token")
-    sampling.add_argument("--presence-penalty", type=float, default=0.0, metavar="X")
-    sampling.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X")
-    sampling.add_argument(
-        "--repetition-penalty", type=float, metavar="X", help="1 is none; default: the model's, else 1"
-    )
-    sampling.add_argument("--max-draft", type=int, metavar="K", help="cap the draft length; 0 switches speculation off")
+    add = sampling.add_argument
+    add("--max-tokens", type=int, metavar="N", help=default("max_tokens"))
+    add("--min-tokens", type=int, default=0, metavar="N")
+    add("--temperature", type=float, metavar="T", help=f"0 is greedy; {default('temperature')}")
+    add("--top-p", type=float, metavar="P", help=f"1 keeps all; {default('top_p')}")
+    add("--top-k", type=int, metavar="K", help="0 keeps all; default: the model's, else 0")
+    add("--min-p", type=float, metavar="P", help="0 keeps all; default: the model's, else 0")
+    add("--seed", type=int, help="same prompt, parameters and seed give the same text")
+    add("--stop", action="append", default=[], metavar="TEXT", help="may be given several times")
+    add("--ignore-eos", action="store_true", help="continue after the model's end token")
+    add("--presence-penalty", type=float, default=0.0, metavar="X")
+    add("--frequency-penalty", type=float, default=0.0, metavar="X")
+    add("--repetition-penalty", type=float, metavar="X", help="1 is none; default: the model's, else 1")
+    add("--max-draft", type=int, metavar="K", help="cap the draft length; 0 switches speculation off")
 
 
-def sampling_params(
-    args: argparse.Namespace, defaults: Mapping[str, Any], logprobs: int | None = None
-) -> SamplingParams:
+def sampling_params(args: argparse.Namespace, defaults: Mapping[str, Any]) -> SamplingParams:
     """The given options; `defaults` for the others."""
+    from dataclasses import fields
+
     from faser.request import SamplingParams
 
-    names = (
-        "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos",
-        "presence_penalty", "frequency_penalty", "repetition_penalty", "max_draft",
-    )  # fmt: skip
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return SamplingParams(**{**defaults, **given}, logprobs=logprobs)
+    given = {field.name: getattr(args, field.name, None) for field in fields(SamplingParams)}
+    return SamplingParams(**{**defaults, **{name: value for name, value in given.items() if value is not None}})
 
 
 def add_chat_template(parser: argparse.ArgumentParser) -> None:
@@ -220,41 +207,61 @@ def chat_template_text(args: argparse.Namespace) -> str | None:
         ) from None
 
 
+def add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Talk to the model. Every line is a message; /help lists commands. Reads from a pipe too."
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt; default: the model's own, if it has one")
+    parser.add_argument("--show-drafts", action="store_true", help="colour the tokens that the draft guessed right")
+    add_chat_template(parser)
+    add_engine(parser)
+    add_sampling(parser, CHAT_SAMPLING)
+
+
+def add_generate(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("prompts", nargs="+", metavar="PROMPT", help="text to continue; - reads one from standard input")
+    add("--chat", action="store_true", help="take each prompt as a message and answer it")
+    add("--json", action="store_true", help="one JSON document per prompt instead of text")
+    add("--logprobs", type=int, metavar="N", help="with --json: report the N likeliest tokens")
+    add_chat_template(parser)
+    add_engine(parser)
+    add_sampling(parser, GENERATE_SAMPLING)
+
+
+def add_completion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=SHELLS, help='e.g. for bash: eval "$(faser completion bash)"')
+
+
 def add_server(parser: argparse.ArgumentParser) -> None:
-    server = parser.add_argument_group("server")
-    server.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine only; 0.0.0.0 is all")
-    server.add_argument("--port", type=_port, default=8000, metavar="N", help="default: 8000; 0 is any free one")
-    server.add_argument("--served-model-name", metavar="NAME", help="what clients call the model; default: its own")
-    server.add_argument(
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine only; 0.0.0.0 is all")
+    add("--port", type=_port, default=8000, metavar="N", help="default: 8000; 0 is any free one")
+    add("--served-model-name", metavar="NAME", help="what clients call the model; default: its own")
+    add(
         "--api-key", action="append", default=[], metavar="KEY",
         help="clients must send it, on all paths but /health and the dashboard's page; may be given several times. A "
         "key in the variable FASER_API_KEY does not show in the process list",
     )  # fmt: skip
-    server.add_argument("--open-metrics", action="store_true", help="serve /metrics without a key")
-    server.add_argument("--max-waiting", type=int, default=256, metavar="N", help="requests in the queue; default: 256")
-    server.add_argument("--max-body-size", type=float, default=8.0, metavar="MIB", help="of one request; default: 8")
-    server.add_argument("--max-prompt-tokens", type=int, metavar="N", help="default: what the model takes")
-    server.add_argument(
+    add("--open-metrics", action="store_true", help="serve /metrics without a key")
+    add("--max-waiting", type=int, default=256, metavar="N", help="requests in the queue; default: 256")
+    add("--max-body-size", type=float, default=8.0, metavar="MIB", help="of one request; default: 8")
+    add("--max-prompt-tokens", type=int, metavar="N", help="default: what the model takes")
+    add(
         "--cors-origin", action="append", default=[], metavar="ORIGIN",
         help="a web page that may call the server; may be given several times, * is all",
     )  # fmt: skip
-    server.add_argument(
-        "--grace",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
+    add(
+        "--grace", type=float, default=30.0, metavar="SECONDS",
         help="for open requests to finish after SIGTERM; default: 30",
-    )
-    server.add_argument(
+    )  # fmt: skip
+    add(
         "--engine-timeout", type=float, default=300.0, metavar="SECONDS",
         help="an engine that is silent for longer, with requests open, is killed as hung; default: 300",
     )  # fmt: skip
-    server.add_argument("--on-engine-failure", choices=("restart", "exit"), default="restart", help="default: restart")
-    server.add_argument(
-        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="default: info"
-    )
+    add("--on-engine-failure", choices=("restart", "exit"), default="restart", help="default: restart")
+    add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="default: info")
     add_chat_template(parser)
     add_generation_config(parser)
+    add_engine(parser)
 
 
 def server_options(args: argparse.Namespace) -> ServerOptions:
@@ -285,22 +292,22 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         "without a trace: Poisson arrivals at about half of this machine's capacity; poisson:1 where --rate, "
         "--scale, --loads, --duration or --requests is given"
     )
-    _add_bench_prompts(_add_bench_traffic(parser, sized))
+    traffic = _add_bench_traffic(parser, sized)
+    traffic.add_argument("--save-workload", metavar="FILE", help="write the requests to a file that --workload plays")
+    traffic.add_argument("--no-chat-template", action="store_true", help="prompts without the model's chat template")
+    traffic.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
     _add_bench_systems(parser)
     _add_bench_results(parser)
     engine = _add_engine_sizes(parser)
     engine.add_argument(
-        "--prefix-caching",
-        dest="no_prefix_caching",
-        action="store_false",
+        "--prefix-caching", dest="no_prefix_caching", action="store_false",
         help="default: off, so that runs are comparable",
-    )
+    )  # fmt: skip
     _add_mechanisms(engine)
     engine.add_argument(
         "--acceptance", type=float, metavar="P",
         help="accept each drafted token with this probability: wrong text at real cost",
     )  # fmt: skip
-    _add_profile_file(engine)
     parser.set_defaults(policy=None, repeats_trace=False)
 
 
@@ -328,118 +335,87 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_simulated_machine(parser: argparse.ArgumentParser) -> None:
-    machine = parser.add_argument_group("simulated machine")
-    machine.add_argument(
+    add = parser.add_argument_group("simulated machine").add_argument
+    add(
         "--profile", default="h200-8b-1b", metavar="NAME|FILE",
         help="the cost of forwards: h200-8b-1b (default), h200-32b-0.6b, or a file of `faser profile`",
     )  # fmt: skip
-    machine.add_argument(
+    add(
         "--acceptance", default="replay", metavar="HOW",
         help="which drafts are accepted: replay (measured sequences, default), P, P:SPREAD, P:SPREAD:DRIFT, or a "
         "document of `faser bench`",
     )  # fmt: skip
-    machine.add_argument(
+    add(
         "--replicas", type=int, default=1, metavar="N",
         help="machines behind a least-loaded router; more than 16 are computed from tables of one; default: 1",
     )  # fmt: skip
-    machine.add_argument("--max-running", type=int, default=256, metavar="N", help="requests in a batch; default: 256")
-    machine.add_argument(
-        "--max-batch-tokens", type=int, default=4096, metavar="N", help="rows in one step; default: 4096"
-    )
-    machine.add_argument(
+    add("--max-running", type=int, default=256, metavar="N", help="requests in a batch; default: 256")
+    add("--max-batch-tokens", type=int, default=4096, metavar="N", help="rows in one step; default: 4096")
+    add(
         "--max-step-ms", type=float, default=50.0, metavar="MS",
         help="a step computes no more prompt rows than fit into this time; 0: no bound; default: 50",
     )  # fmt: skip
-    machine.add_argument(
-        "--max-model-len", type=int, default=4096, metavar="N", help="tokens of one request; default: 4096"
-    )
-    machine.add_argument(
-        "--kv-tokens", type=int, metavar="N", help="tokens in each KV pool; default: as in the profile"
-    )
-    machine.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens in one KV page; default: 16")
-    machine.add_argument(
-        "--no-run-ahead", action="store_true", help="plan a step only after the previous one has ended, as on a CPU"
-    )
-    machine.add_argument(
+    add("--max-model-len", type=int, default=4096, metavar="N", help="tokens of one request; default: 4096")
+    add("--kv-tokens", type=int, metavar="N", help="tokens in each KV pool; default: as in the profile")
+    add("--page-size", type=int, default=16, metavar="N", help="tokens in one KV page; default: 16")
+    add("--no-run-ahead", action="store_true", help="plan a step only after the previous one has ended, as on a CPU")
+    add(
         "--overlap", choices=("auto", "on", "off"), default="off",
         help="draft while earlier drafts are verified; needs a profile with the cost of it; default: off",
     )  # fmt: skip
-    machine.add_argument(
-        "--noise", type=float, default=0.0, metavar="SHARE", help="spread of a step's seconds, e.g. 0.05; default: 0"
-    )
+    add("--noise", type=float, default=0.0, metavar="SHARE", help="spread of a step's seconds, e.g. 0.05; default: 0")
 
 
 def _add_bench_traffic(parser: argparse.ArgumentParser, default_arrivals: str) -> argparse._ArgumentGroup:
     traffic = parser.add_argument_group("traffic")
-    traffic.add_argument(
+    add = traffic.add_argument
+    add(
         "--trace", metavar="NAME|FILE",
         help="azure-conv, azure-code, or a CSV or JSON Lines file of arrival, prompt_tokens, output_tokens",
     )  # fmt: skip
-    traffic.add_argument(
+    add(
         "--arrivals", metavar="PROCESS",
         help="arrivals, instead of a trace's: poisson:RATE, gamma:RATE:SHAPE, square:LOW:HIGH:PERIOD, ramp:LOW:HIGH; "
         f"default {default_arrivals}",
     )  # fmt: skip
-    traffic.add_argument("--concurrency", metavar="N,…", help="closed loops instead: N requests open at all times")
-    traffic.add_argument("--workload", metavar="FILE", help="play the requests of this file")
-    traffic.add_argument("--rate", metavar="R,…", help="mean requests per second, one or several values")
-    traffic.add_argument("--scale", type=float, metavar="X", help="instead of --rate: times the rate of the source")
-    traffic.add_argument(
-        "--loads", metavar="X,…", help="several rates, as multiples of --rate or of the source's; A..B:N are N of them"
-    )
-    traffic.add_argument("--start", type=float, default=0.0, metavar="S", help="skip the first S seconds of a trace")
-    traffic.add_argument(
-        "--duration", type=float, metavar="S", help="seconds of traffic; default: 30, or the whole trace"
-    )
-    traffic.add_argument(
+    add("--concurrency", metavar="N,…", help="closed loops instead: N requests open at all times")
+    add("--workload", metavar="FILE", help="play the requests of this file")
+    add("--rate", metavar="R,…", help="mean requests per second, one or several values")
+    add("--scale", type=float, metavar="X", help="instead of --rate: times the rate of the source")
+    add("--loads", metavar="X,…", help="several rates, as multiples of --rate or of the source's; A..B:N are N of them")
+    add("--start", type=float, default=0.0, metavar="S", help="skip the first S seconds of a trace")
+    add("--duration", type=float, metavar="S", help="seconds of traffic; default: 30, or the whole trace")
+    add(
         "--span", type=float, metavar="S",
         help="play that part of the trace in S seconds; requests are left out until the rate is met",
     )  # fmt: skip
-    traffic.add_argument("--requests", type=int, metavar="N", help="at most N requests; exactly N in a closed loop")
-    traffic.add_argument(
-        "--prompt-len", default="128", metavar="N|A..B", help="prompt tokens, without a trace; default: 128"
-    )
-    traffic.add_argument(
-        "--output-len", default="64", metavar="N|A..B", help="output tokens, without a trace; default: 64"
-    )
-    traffic.add_argument(
-        "--length-scale", type=float, default=1.0, metavar="X", help="multiplies all lengths; default: 1"
-    )
-    traffic.add_argument(
-        "--max-prompt", type=int, metavar="N", help="cut longer prompts; default: what the model takes"
-    )
-    traffic.add_argument(
-        "--max-output", type=int, metavar="N", help="cut longer outputs; default: what the model takes"
-    )
-    traffic.add_argument(
+    add("--requests", type=int, metavar="N", help="at most N requests; exactly N in a closed loop")
+    add("--prompt-len", default="128", metavar="N|A..B", help="prompt tokens, without a trace; default: 128")
+    add("--output-len", default="64", metavar="N|A..B", help="output tokens, without a trace; default: 64")
+    add("--length-scale", type=float, default=1.0, metavar="X", help="multiplies all lengths; default: 1")
+    add("--max-prompt", type=int, metavar="N", help="cut longer prompts; default: what the model takes")
+    add("--max-output", type=int, metavar="N", help="cut longer outputs; default: what the model takes")
+    add(
         "--prompts", default="specbench", metavar="NAME,…",
         help="specbench, mtbench, gsm8k, a text or JSON Lines file, or random (tokens); default: specbench",
     )  # fmt: skip
-    traffic.add_argument("--seed", type=int, default=0, help="of all random numbers; default: 0")
+    add("--seed", type=int, default=0, help="of all random numbers; default: 0")
     return traffic
-
-
-def _add_bench_prompts(traffic: argparse._ArgumentGroup) -> None:
-    """Options for prompts that have a text."""
-    traffic.add_argument("--save-workload", metavar="FILE", help="write the requests to a file that --workload plays")
-    traffic.add_argument("--no-chat-template", action="store_true", help="prompts without the model's chat template")
-    traffic.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
 
 
 def _add_bench_systems(parser: argparse.ArgumentParser) -> None:
     systems = parser.add_argument_group("systems")
     _add_policies(systems)
-    systems.add_argument("--url", help="a server of the OpenAI API instead of FASER in this process")
-    systems.add_argument(
+    add = systems.add_argument
+    add("--url", help="a server of the OpenAI API instead of FASER in this process")
+    add(
         "--against", action="append", default=[], metavar="[NAME=]URL|FILE",
         help="a system to compare with: a server, which plays the same traffic, or a file of results; "
         "may be given several times; ratios are taken against the first",
     )  # fmt: skip
-    systems.add_argument("--api-key", metavar="KEY", help="for servers; default: FASER_API_KEY")
-    systems.add_argument(
-        "--request-timeout", type=float, default=600.0, metavar="S", help="for a server's answer; default: 600"
-    )
-    systems.add_argument("--warmup", type=int, default=8, metavar="N", help="requests before each run; default: 8")
+    add("--api-key", metavar="KEY", help="for servers; default: FASER_API_KEY")
+    add("--request-timeout", type=float, default=600.0, metavar="S", help="for a server's answer; default: 600")
+    add("--warmup", type=int, default=8, metavar="N", help="requests before each run; default: 8")
 
 
 def _add_policies(systems: argparse._ArgumentGroup) -> None:
@@ -447,12 +423,9 @@ def _add_policies(systems: argparse._ArgumentGroup) -> None:
         "--policies", metavar="P,…", help=f"each plays the same traffic: {POLICIES}, fixed:1..6; default: off,faser"
     )
     systems.add_argument(
-        "--repeats",
-        type=int,
-        default=1,
-        metavar="N",
+        "--repeats", type=int, default=1, metavar="N",
         help="runs of each; the table shows median and spread; default: 1",
-    )
+    )  # fmt: skip
 
 
 def _add_bench_results(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from faser.text.chat import ChatTemplate
 
 FAILED, MISUSED, BROKEN, INTERRUPTED = 1, 2, 70, 130  # exit statuses; 70 is EX_SOFTWARE of sysexits.h
-SHELLS = ("bash", "zsh", "tcsh")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,37 +80,18 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, help="print the version and exit")
     arguments.add_debug(parser, default=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-
-    serve = commands.add_parser("serve", help="serve the OpenAI API over HTTP")
-    serve.set_defaults(run=_serve)
-    arguments.add_server(serve)
-    arguments.add_engine(serve)
-
-    chat = commands.add_parser("chat", help="talk to the model in the terminal")
-    chat.set_defaults(run=_chat)
-    _add_chat_arguments(chat)
-
-    generate = commands.add_parser("generate", help="continue prompts and print the text")
-    generate.set_defaults(run=_generate)
-    _add_generate_arguments(generate)
-
-    bench = commands.add_parser("bench", help="measure policies, or a server, under realistic traffic")
-    bench.set_defaults(run=_bench)
-    arguments.add_bench(bench)
-
-    profile = commands.add_parser("profile", help="measure what forwards cost on this machine")
-    profile.set_defaults(run=_profile)
-    arguments.add_profile(profile)
-
-    simulate = commands.add_parser("simulate", help="play traffic through simulated GPUs, from one to thousands")
-    simulate.set_defaults(run=_simulate)
-    arguments.add_simulate(simulate)
-
-    completion = commands.add_parser("completion", help="print a script that completes faser's options in a shell")
-    completion.set_defaults(run=_completion)
-    completion.add_argument("shell", choices=SHELLS, help='e.g. for bash: eval "$(faser completion bash)"')
-
-    for command in (serve, chat, generate, bench, profile, simulate, completion):
+    for name, run, add_options, text in (
+        ("serve", _serve, arguments.add_server, "serve the OpenAI API over HTTP"),
+        ("chat", _chat, arguments.add_chat, "talk to the model in the terminal"),
+        ("generate", _generate, arguments.add_generate, "continue prompts and print the text"),
+        ("bench", _bench, arguments.add_bench, "measure policies, or a server, under realistic traffic"),
+        ("profile", _profile, arguments.add_profile, "measure what forwards cost on this machine"),
+        ("simulate", _simulate, arguments.add_simulate, "play traffic through simulated GPUs, from one to thousands"),
+        ("completion", _completion, arguments.add_completion, "print a shell script that completes faser's options"),
+    ):
+        command = commands.add_parser(name, help=text)
+        command.set_defaults(run=run)
+        add_options(command)
         arguments.add_debug(command)
     return parser
 
@@ -127,27 +107,12 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-# ---- serve ----
-
-
 def _serve(args: argparse.Namespace) -> int:
     require("server")
     options = arguments.server_options(args)
     from faser.server.run import serve
 
     return serve(options)
-
-
-# ---- chat ----
-
-
-def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Talk to the model. Every line is a message; /help lists commands. Reads from a pipe too."
-    parser.add_argument("--system", metavar="TEXT", help="the system prompt; default: the model's own, if it has one")
-    parser.add_argument("--show-drafts", action="store_true", help="colour the tokens that the draft guessed right")
-    arguments.add_chat_template(parser)
-    arguments.add_engine(parser)
-    arguments.add_sampling(parser, arguments.CHAT_SAMPLING)
 
 
 def _chat(args: argparse.Namespace) -> int:
@@ -188,21 +153,6 @@ def _make_chat_llm(args: argparse.Namespace) -> LLM:
     return _make_llm(args, chat_template=template)
 
 
-# ---- generate ----
-
-
-def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "prompts", nargs="+", metavar="PROMPT", help="text to continue; - reads one from standard input"
-    )
-    parser.add_argument("--chat", action="store_true", help="take each prompt as a message and answer it")
-    parser.add_argument("--json", action="store_true", help="one JSON document per prompt instead of text")
-    parser.add_argument("--logprobs", type=int, metavar="N", help="with --json: report the N likeliest tokens")
-    arguments.add_chat_template(parser)
-    arguments.add_engine(parser)
-    arguments.add_sampling(parser, arguments.GENERATE_SAMPLING)
-
-
 def _generate(args: argparse.Namespace) -> int:
     from faser.errors import ConfigError
 
@@ -211,15 +161,15 @@ def _generate(args: argparse.Namespace) -> int:
         raise ConfigError("--logprobs is only printed with --json; add it")
     if args.chat_template is not None and not args.chat:
         raise ConfigError("--chat-template is only used with --chat; add it")
-    defaults = _sampling_defaults(args, arguments.GENERATE_SAMPLING)
-    params = arguments.sampling_params(args, defaults, args.logprobs)
+    params = arguments.sampling_params(args, _sampling_defaults(args, arguments.GENERATE_SAMPLING))
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
     with _make_chat_llm(args) if args.chat else _make_llm(args) as llm:
         prompts = [llm.chat_prompt([{"role": "user", "content": text}]) for text in texts] if args.chat else texts
         is_cut = args.max_tokens is None  # to what fits after the prompt; a number that was asked for is not cut
         outputs = llm.generate(prompts, [llm.fitted(params, prompt) for prompt in prompts] if is_cut else params)
         for number, output in enumerate(outputs):
-            print(_as_json(output) if args.json else _as_text(texts[number], output, len(texts) > 1))
+            heading = f"=== {texts[number]}\n" if len(texts) > 1 else ""
+            print(_as_json(output) if args.json else heading + output.text)
             if output.error is not None:
                 print(f"faser: prompt {number + 1} failed: {output.error}", file=sys.stderr)
         from faser.cli.terminal import summary
@@ -237,18 +187,11 @@ def _make_llm(args: argparse.Namespace, chat_template: ChatTemplate | None = Non
     return LLM(args.model, args.draft, chat_template=chat_template, generation_config="none", **fields)
 
 
-def _as_text(prompt: str, output: RequestOutput, named: bool) -> str:
-    return f"=== {prompt}\n{output.text}" if named else output.text
-
-
 def _as_json(output: RequestOutput) -> str:
     import json
     from dataclasses import asdict
 
     return json.dumps({**asdict(output), "stats": {**asdict(output.stats), "pruned": output.stats.pruned}})
-
-
-# ---- bench ----
 
 
 def _bench(args: argparse.Namespace) -> int:
@@ -261,17 +204,11 @@ def _bench(args: argparse.Namespace) -> int:
     return bench(args, arguments.engine_fields(args))
 
 
-# ---- profile ----
-
-
 def _profile(args: argparse.Namespace) -> int:
     from faser.cli.profile import profile
 
     require("engine")
     return profile(args)
-
-
-# ---- simulate ----
 
 
 def _simulate(args: argparse.Namespace) -> int:
@@ -282,24 +219,17 @@ def _simulate(args: argparse.Namespace) -> int:
     return simulate(args)
 
 
-# ---- completion ----
-
-
 def _completion(args: argparse.Namespace) -> int:
     import shtab
 
     parser = make_parser()
-    for command in _subparsers(parser):
+    (commands,) = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    for command in commands.values():
         for action in command._actions:
             if action.dest in arguments.FILE_DESTINATIONS:
-                action.complete = shtab.FILE  # type: ignore[attr-defined]
+                action.complete = shtab.FILE
     print(shtab.complete(parser, args.shell))
     return 0
-
-
-def _subparsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
-    choices = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    return [command for commands in choices for command in commands.values()]
 
 
 if __name__ == "__main__":

@@ -7,18 +7,19 @@ coloured and the first error ends the chat.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 from rich.segment import Segment, Segments
 from rich.style import Style
 
-from faser.cli.keyboard import without_echo
 from faser.engine.stats import EngineStats
 from faser.errors import FaserError, RequestTooLong
 from faser.request import Chunk, FinishReason, SamplingParams
@@ -222,3 +223,43 @@ def summary(stats: EngineStats, before: EngineStats | None = None) -> str:
     if verified:
         text += f"; drafted {drafted}, accepted {accepted} ({100 * accepted / verified:.0f} % of the verified)"
     return text
+
+
+@contextmanager
+def without_echo(keyboard: TextIO) -> Iterator[None]:
+    """Do not show keys typed while the block runs. They stay in the terminal's buffer for the next read.
+
+    The echo is restored when the block ends, and when a signal stops (Ctrl-Z) or ends the process. Without a terminal
+    nothing happens.
+    """
+    if os.name != "posix" or not keyboard.isatty():
+        yield
+        return
+    import termios  # not on Windows
+
+    descriptor = keyboard.fileno()
+    before = termios.tcgetattr(descriptor)
+
+    def switch_off() -> None:
+        settings = termios.tcgetattr(descriptor)
+        settings[3] &= ~termios.ECHO  # the local flags
+        termios.tcsetattr(descriptor, termios.TCSANOW, settings)
+
+    def give_way(number: int, _frame: object) -> None:
+        """Restore the echo and let the signal do its default; if it only stopped the process, go on without echo."""
+        termios.tcsetattr(descriptor, termios.TCSANOW, before)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        signal.signal(number, give_way)
+        switch_off()
+
+    numbers = [number for number in (signal.SIGTERM, signal.SIGTSTP) if signal.getsignal(number) is signal.SIG_DFL]
+    try:
+        for number in numbers:
+            signal.signal(number, give_way)
+        switch_off()
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSANOW, before)
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from secrets import token_hex
 from time import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -112,9 +112,11 @@ class Choice:
 class Answerer(ABC):
     """The format of one answer: whole, or event by event."""
 
-    def __init__(self, prefix: str, model: str, tokenizer: Tokenizer | None, wants_logprobs: bool) -> None:
+    _prefix: str  # of the answer's id
+
+    def __init__(self, model: str, tokenizer: Tokenizer | None, wants_logprobs: bool) -> None:
         # repeated in every event
-        self._id, self._created, self._model = f"{prefix}-{token_hex(12)}", int(time()), model
+        self._id, self._created, self._model = f"{self._prefix}-{token_hex(12)}", int(time()), model
         self._tokenizer = tokenizer
         self._wants_logprobs = wants_logprobs
         self._envelopes: dict[int, tuple[bytes, bytes]] = {}
@@ -123,8 +125,11 @@ class Answerer(ABC):
     def opening(self, choice: int) -> bytes:
         """The event before the first text of a choice; empty if there is none."""
 
+    def usage_event(self, usage: Usage) -> bytes:
+        return _event(self._part([], usage))
+
     @abstractmethod
-    def usage_event(self, usage: Usage) -> bytes: ...
+    def _part(self, choices: list[Any], usage: Usage | None = None) -> msgspec.Struct: ...
 
     @abstractmethod
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes: ...
@@ -160,30 +165,29 @@ class Answerer(ABC):
 
 
 class CompletionAnswerer(Answerer):
+    _prefix = "cmpl"
+
     def __init__(
         self, model: str, tokenizer: Tokenizer | None, wants_logprobs: bool, echo: Sequence[str] | None = None
     ) -> None:
-        super().__init__("cmpl", model, tokenizer, wants_logprobs)
+        super().__init__(model, tokenizer, wants_logprobs)
         self._echo = echo  # the prompt's text before each choice
         self._offsets: dict[int, int] = {}  # where a choice's next token begins in its text
 
     def opening(self, choice: int) -> bytes:
-        return _event(self._answer([CompletionChoice(choice, self._echo[choice])])) if self._echo is not None else b""
-
-    def usage_event(self, usage: Usage) -> bytes:
-        return _event(self._answer([], usage))
+        return _event(self._part([CompletionChoice(choice, self._echo[choice])])) if self._echo is not None else b""
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
         choices = [
             self._choice(index, piece, self._echo[index] if self._echo is not None else "")
             for index, piece in enumerate(pieces)
         ]
-        return _encode(self._answer(choices, usage))
+        return _encode(self._part(choices, usage))
 
     def _event(self, choice: int, piece: Piece) -> bytes:
-        return _event(self._answer([self._choice(choice, piece)]))
+        return _event(self._part([self._choice(choice, piece)]))
 
-    def _answer(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
+    def _part(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
         return Completion(self._id, "text_completion", self._created, self._model, choices, usage)
 
     def _choice(self, index: int, piece: Piece, before: str = "") -> CompletionChoice:
@@ -211,14 +215,10 @@ class CompletionAnswerer(Answerer):
 
 
 class ChatAnswerer(Answerer):
-    def __init__(self, model: str, tokenizer: Tokenizer | None, wants_logprobs: bool) -> None:
-        super().__init__("chatcmpl", model, tokenizer, wants_logprobs)
+    _prefix = "chatcmpl"
 
     def opening(self, choice: int) -> bytes:
-        return _event(self._chunk([ChatDelta(choice, Delta("assistant", ""))]))
-
-    def usage_event(self, usage: Usage) -> bytes:
-        return _event(self._chunk([], usage))
+        return _event(self._part([ChatDelta(choice, Delta("assistant", ""))]))
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
         choices = [
@@ -229,9 +229,9 @@ class ChatAnswerer(Answerer):
 
     def _event(self, choice: int, piece: Piece) -> bytes:
         delta = Delta(content=piece.text) if piece.text else Delta()
-        return _event(self._chunk([ChatDelta(choice, delta, self._logprobs(piece.logprobs), piece.finish_reason)]))
+        return _event(self._part([ChatDelta(choice, delta, self._logprobs(piece.logprobs), piece.finish_reason)]))
 
-    def _chunk(self, choices: list[ChatDelta], usage: Usage | None = None) -> ChatChunk:
+    def _part(self, choices: list[ChatDelta], usage: Usage | None = None) -> ChatChunk:
         return ChatChunk(self._id, "chat.completion.chunk", self._created, self._model, choices, usage)
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs | None:

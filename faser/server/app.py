@@ -32,7 +32,7 @@ from faser.server.figures import Figures
 from faser.server.messages import Refused
 from faser.server.metrics import PrometheusText
 from faser.server.protocol import ApiError, ChatRequest, CompletionRequest, Model, ModelList, parse
-from faser.server.service import Call, Service
+from faser.server.service import Call, Service, check_model
 
 log = logging.getLogger("faser.server")
 
@@ -85,25 +85,19 @@ class Api:
             middleware.append(
                 Middleware(KeyCheck, keys=self._options.api_keys, open_paths=open_paths, figures=self._figures)
             )
-        handlers: dict[Any, Any] = {
-            HTTPException: self._http_error,
-            ApiError: self._api_error,
-            ClientDisconnect: _disconnected,
-            Exception: self._internal_error,
-        }
+        handlers: dict[Any, Any] = dict.fromkeys((HTTPException, ApiError, Exception), self._error)
+        handlers[ClientDisconnect] = _disconnected
         return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
     # ── generation ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def completions(self, request: Request) -> Response:
-        body = await self._body(request)
-        arrived = monotonic()
+        body, arrived = await self._body(request), monotonic()
         call = await self.service.complete(parse(body, CompletionRequest), arrived)
         return Generation(call, self.service, self._figures)
 
     async def chat(self, request: Request) -> Response:
-        body = await self._body(request)
-        arrived = monotonic()
+        body, arrived = await self._body(request), monotonic()
         call = await self.service.chat(parse(body, ChatRequest), arrived)
         return Generation(call, self.service, self._figures)
 
@@ -125,22 +119,14 @@ class Api:
             parts.append(part)
         return b"".join(parts)
 
-    async def _api_error(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        self._figures.refused[error.status] += 1
-        return Response(error.body, error.status, error.headers, _JSON)
-
-    async def _http_error(self, _: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        self._figures.refused[error.status_code] += 1
-        found = ApiError(error.status_code, _REMEDIES.get(error.status_code, error.detail))
-        return Response(found.body, error.status_code, error.headers, _JSON)
-
-    async def _internal_error(self, _: Request, error: Exception) -> Response:
-        """An unforeseen error: the log has its stack trace, the answer does not."""
-        self._figures.refused[500] += 1
-        found = ApiError(500, "an internal error; the server's log has the details", code="internal_error")
-        return Response(found.body, 500, media_type=_JSON)
+    async def _error(self, _: Request, error: Exception) -> Response:
+        """The answer to any error. The log has the stack trace of an unforeseen one, the answer does not."""
+        if isinstance(error, HTTPException):
+            message = _REMEDIES.get(error.status_code, error.detail)
+            error = ApiError(error.status_code, message, headers=dict(error.headers or {}))
+        elif not isinstance(error, ApiError):
+            error = ApiError(500, "an internal error; the server's log has the details", code="internal_error")
+        return _refusal(error, self._figures)
 
     # ── everything else ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -148,11 +134,8 @@ class Api:
         return _json(ModelList([self._model()]))
 
     async def model(self, request: Request) -> Response:
-        model = self._model()
-        if request.path_params["name"] != model.id:
-            raise ApiError(404, f"the model {request.path_params['name'][:200]!r} is not served here; {model.id!r} is",
-                           param="model", code="model_not_found")  # fmt: skip
-        return _json(model)
+        check_model(request.path_params["name"], self.service.served().about)
+        return _json(self._model())
 
     def _model(self) -> Model:
         about = self.service.served().about
@@ -241,12 +224,11 @@ class Generation(Response):
 
     async def _fail(self, error: ApiError, send: Send) -> None:
         """Send an error as the answer, or as the last event of a stream that has begun."""
-        self._figures.refused[error.status] += 1
+        refusal = _refusal(error, self._figures)
         if self._started:
             await send({"type": "http.response.body", "body": b"data: %b\n\n" % error.body})
         else:
-            response = Response(error.body, error.status, error.headers, _JSON)
-            await response({"type": "http"}, _nothing, send)
+            await refusal({"type": "http"}, _nothing, send)
 
 
 _EVENT_STREAM: Message = {
@@ -292,23 +274,26 @@ class KeyCheck:
         self._open_paths = frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._is_open(scope["path"]) or self._knows(scope["headers"]):
+        # A path with a slash at its end is redirected to the one without.
+        is_open = scope["type"] != "http" or scope["path"].rstrip("/") in self._open_paths
+        if is_open or self._knows(scope["headers"]):
             await self._app(scope, receive, send)
             return
-        error = ApiError(401, "a valid API key is needed: send Authorization: Bearer KEY", code="invalid_api_key")
-        self._figures.refused[401] += 1
-        await Response(error.body, 401, {"WWW-Authenticate": "Bearer"}, _JSON)(scope, receive, send)
-
-    def _is_open(self, path: str) -> bool:
-        return path.rstrip("/") in self._open_paths  # a path with a slash at its end is redirected to the one without
+        message, headers = "a valid API key is needed: send Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"}
+        error = ApiError(401, message, code="invalid_api_key", headers=headers)
+        await _refusal(error, self._figures)(scope, receive, send)
 
     def _knows(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
         given = next((value for name, value in headers if name == b"authorization"), b"")
         scheme, _, key = given.partition(b" ")
         # Every key is compared, in constant time, so that the time of an answer reveals nothing.
-        return (
-            bool(sum(hmac.compare_digest(key.strip(), known) for known in self._keys)) and scheme.lower() == b"bearer"
-        )
+        num_equal = sum(hmac.compare_digest(key.strip(), known) for known in self._keys)
+        return num_equal > 0 and scheme.lower() == b"bearer"
+
+
+def _refusal(error: ApiError, figures: Figures) -> Response:
+    figures.refused[error.status] += 1
+    return Response(error.body, error.status, error.headers, _JSON)
 
 
 def _json(value: Any, status: int = 200) -> Response:

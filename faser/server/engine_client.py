@@ -12,14 +12,16 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 from faser.config import ServerOptions
 from faser.request import FinishReason, Progress, SamplingParams
 from faser.server import endings
+from faser.server.figures import Figures
 from faser.server.messages import (
     About,
     Add,
@@ -30,10 +32,8 @@ from faser.server.messages import (
     Outputs,
     Refused,
     Running,
-    Snapshot,
     Start,
     frame,
-    pack_params,
     socket_pair,
 )
 
@@ -59,32 +59,18 @@ class ShuttingDown(EngineGone):
     """The server ended the engine while the request was open."""
 
 
-class Observer(Protocol):
-    """Keeps the figures of requests and of the engine."""
-
-    def gained(self, track: Track, num_tokens: int, now: float) -> None: ...
-
-    def ended(self, track: Track, reason: FinishReason, now: float) -> None: ...
-
-    def snapshot(self, snapshot: Snapshot | None) -> None:
-        """The engine's latest snapshot; None: there is no engine."""
-        ...
-
-
+@dataclass(slots=True, eq=False)
 class Track:
     """One open choice of an HTTP request, with the times that its figures need."""
 
-    __slots__ = ("arrived", "first", "id", "index", "last", "num_prompt", "num_tokens", "stream")
-
-    def __init__(self, id_: str, index: int, arrived: float, num_prompt: int, stream: Stream) -> None:
-        self.id = id_
-        self.index = index
-        self.arrived = arrived
-        self.num_prompt = num_prompt
-        self.stream = stream
-        self.first: float | None = None
-        self.last = arrived
-        self.num_tokens = 0
+    id: str
+    index: int
+    arrived: float
+    num_prompt: int
+    stream: Stream
+    first: float | None = None  # when the first token came
+    last: float = 0.0  # when the latest token came
+    num_tokens: int = 0
 
 
 Arrival = tuple[int, Progress | Refused]  # index of the choice, and the engine's message about it
@@ -124,14 +110,14 @@ class Stream:
 
 
 class EngineClient:
-    def __init__(self, options: ServerOptions, observer: Observer) -> None:
+    def __init__(self, options: ServerOptions, figures: Figures) -> None:
         self.state = State.STARTING
         self.about: About | None = None
         self.failure: str | None = None  # why the engine stays down
         self.num_restarts = 0
         self.ready = asyncio.Event()
         self._options = options
-        self._observer = observer
+        self._figures = figures
         self._tracks: dict[str, Track] = {}
         self._num_in_batch = 0  # as the engine last reported
         self._ids = count()
@@ -176,7 +162,7 @@ class EngineClient:
         for index, (prompt, params, seed) in enumerate(choices):
             track = Track(str(next(self._ids)), index, arrived, len(prompt), stream)
             tracks.append(track)
-            frames.append(frame(Add(track.id, prompt, pack_params(params), seed, list(stop_ids))))
+            frames.append(frame(Add(track.id, prompt, params, seed, list(stop_ids))))
         if not self._tracks:
             self._last_frame = monotonic()
         self._tracks.update((track.id, track) for track in tracks)
@@ -188,7 +174,7 @@ class EngineClient:
         open_ones = [track for track in tracks if self._tracks.pop(track.id, None) is not None]
         now = monotonic()
         for track in open_ones:
-            self._observer.ended(track, reason, now)
+            self._figures.ended(track, reason, now)
         if open_ones and self._transport is not None:
             self._transport.write(b"".join(frame(Cancel(track.id)) for track in open_ones))
 
@@ -260,13 +246,18 @@ class EngineClient:
 
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_unix_connection(lambda: _Connection(self._receive, gone), sock=ours)
-        self._transport.write(frame(self._start()))
+        options = self._options
+        start = Start(
+            options.model, options.draft, vars(options.engine), options.chat_template, options.served_model_name,
+            options.log_level, options.generation_config,
+        )  # fmt: skip
+        self._transport.write(frame(start))
 
     def _lose(self) -> None:
         """Note at once that the engine has gone, before anything writes to the closed socket."""
         self._transport = None
         self._num_in_batch = 0
-        self._observer.snapshot(None)
+        self._figures.latest = None
         if not self._closing and self.failure is None:
             self.state = State.RESTARTING
             self._start_time = monotonic()
@@ -280,18 +271,6 @@ class EngineClient:
             self._transport.close()
         if self._process is not None:
             await asyncio.to_thread(_reap, self._process)
-
-    def _start(self) -> Start:
-        options, engine = self._options, self._options.engine
-        return Start(
-            options.model,
-            options.draft,
-            {name: getattr(engine, name) for name in engine.__dataclass_fields__},
-            options.chat_template,
-            options.served_model_name,
-            options.log_level,
-            options.generation_config,
-        )
 
     def _receive(self, message: FromEngine) -> None:
         if isinstance(message, Outputs):
@@ -310,20 +289,20 @@ class EngineClient:
             self.ready.set()
 
     def _receive_outputs(self, message: Outputs) -> None:
-        now, observer, tracks = monotonic(), self._observer, self._tracks
+        now, figures, tracks = monotonic(), self._figures, self._tracks
         self._last_frame = now
         for item in message.progress:
             track = tracks.get(item.request_id)
             if track is None:
                 continue  # cancelled
             if item.token_ids:
-                observer.gained(track, len(item.token_ids), now)
+                figures.gained(track, len(item.token_ids), now)
             if item.finish is not None:
                 del tracks[item.request_id]
-                observer.ended(track, item.finish.reason, now)
+                figures.ended(track, item.finish.reason, now)
             track.stream.push(track.index, item)
         if message.snapshot is not None:
-            observer.snapshot(message.snapshot)
+            figures.latest = message.snapshot
 
 
 class _Connection(asyncio.Protocol):

@@ -10,10 +10,13 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from faser.request import FinishReason
-from faser.server.engine_client import Track
 from faser.server.messages import Snapshot
+
+if TYPE_CHECKING:
+    from faser.server.engine_client import Track
 
 _MAX_SAMPLES = 4096  # latencies kept for percentiles
 
@@ -88,6 +91,3 @@ class Figures:
                 seconds = (now - track.first) / (track.num_tokens - 1)
                 self.per_token.add(seconds)
                 self.recent_per_token.append((now, seconds))
-
-    def snapshot(self, snapshot: Snapshot | None) -> None:
-        self.latest = snapshot

@@ -74,12 +74,9 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _start_clock(self) -> None:
         self._stop_clock()
-        self._deadline = self.loop.call_later(REQUEST_SECONDS, self._give_up)
+        self._deadline = self.loop.call_later(REQUEST_SECONDS, self.transport.close)
 
     def _stop_clock(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-
-    def _give_up(self) -> None:
-        self.transport.close()

@@ -83,10 +83,11 @@ def _reasons(start: Start, options: EngineOptions, device: str) -> dict[str, str
     """The reason of each choice, for the lines printed at start-up."""
     has_draft = draft_name(start.model, start.draft) is not None
     policy = "the default with a draft" if has_draft else "the default without a draft"
+    own_dtype = "fastest on a CPU" if device == "cpu" else "the checkpoint's own"
     sized = options.kv_memory is not None or options.num_pages is not None
     return {
         "device": why_device(options.device),
-        "dtype": _why_dtype(options, device),
+        "dtype": "as asked" if options.dtype != "auto" else own_dtype,
         "policy": policy if options.policy is None else "as asked",
         "kv": "as asked" if sized else _WHY_KV[device],
         "draft": "as asked" if start.draft is not None else "ships with FASER" if start.model is None else "none named",
@@ -97,9 +98,3 @@ _WHY_KV = {
     "cpu": "at most a quarter of the memory and 4 GiB, and no more than can be used",
     "cuda": "the memory that the models leave free, and no more than can be used",
 }
-
-
-def _why_dtype(options: EngineOptions, device: str) -> str:
-    if options.dtype != "auto":
-        return "as asked"
-    return "fastest on a CPU" if device == "cpu" else "the checkpoint's own"

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any
 
 import msgspec
 
-from faser.request import Grammar, Progress, SamplingParams
+from faser.request import Progress, SamplingParams
 
 _LENGTH_BYTES = 4
 BUFFER_BYTES = 4 * 2**20  # of the socket in each direction, so that a busy HTTP process does not stall a step
@@ -34,7 +33,7 @@ class Start(msgspec.Struct, frozen=True):
 class Add(msgspec.Struct, frozen=True, tag="add"):
     id: str
     prompt_token_ids: list[int]
-    params: dict[str, Any]  # the fields of SamplingParams that are not the default
+    params: SamplingParams
     seed: int
     stop_ids: list[int]
 
@@ -148,7 +147,7 @@ class Running(msgspec.Struct, frozen=True, tag="running"):
 
 FromEngine = About | Failed | Refused | Outputs | Running
 
-_encoder = msgspec.msgpack.Encoder()
+_encoder = msgspec.msgpack.Encoder(enc_hook=dict)  # for logit_bias, a mapping that is no dict
 
 
 def frame(message: msgspec.Struct) -> bytes:
@@ -183,28 +182,3 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
     return ours, theirs
-
-
-_DEFAULTS = SamplingParams()
-
-
-def pack_params(params: SamplingParams) -> dict[str, Any]:
-    """The fields that differ from the defaults, as plain values."""
-    packed: dict[str, Any] = {}
-    for field in fields(params):
-        value = getattr(params, field.name)
-        if value == getattr(_DEFAULTS, field.name):
-            continue
-        if isinstance(value, Grammar):
-            value = (value.kind, value.text)
-        elif field.name == "logit_bias":
-            value = dict(value)
-        packed[field.name] = value
-    return packed
-
-
-def unpack_params(packed: dict[str, Any]) -> SamplingParams:
-    values = dict(packed)
-    if "grammar" in values:
-        values["grammar"] = Grammar(*values["grammar"])
-    return SamplingParams(**values)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
-from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -18,13 +17,13 @@ from prometheus_client.core import (
 
 from faser.request import FinishReason
 from faser.server.engine_client import EngineClient
-from faser.server.figures import Figures
-from faser.server.messages import Snapshot
+from faser.server.figures import Figures, Histogram
+from faser.server.messages import Exits, Snapshot
+
+NO_EXITS = Exits({}, 0, 0, 0, 0.0, 0.0)
 
 
 class PrometheusText:
-    """/metrics."""
-
     def __init__(self, figures: Figures, engine: EngineClient) -> None:
         self._figures = figures
         self._engine = engine
@@ -41,34 +40,24 @@ class PrometheusText:
         if self._figures.latest is not None:
             yield from self._of_engine(self._figures.latest, model)
         if about is not None:
-            sizes = {"num_gpu_blocks": str(about.num_pages), "block_size": str(about.page_size)}
-            yield _metric(GaugeMetricFamily, "vllm:cache_config_info", "The KV cache", 1, model, sizes)
-            settings = {
-                "version": version("faser"),
-                "policy": about.policy,
-                "device": about.device,
-                "dtype": about.dtype,
-            }
+            labels = ["model_name", "num_gpu_blocks", "block_size"]
+            cache = GaugeMetricFamily("vllm:cache_config_info", "The KV cache", labels=labels)
+            cache.add_metric([model, str(about.num_pages), str(about.page_size)], 1)
+            yield cache
+            settings = {name: getattr(about, name) or "" for name in ("policy", "device", "dtype", "draft")}
             info = InfoMetricFamily("faser:build", "What runs")
-            info.add_metric([], {**settings, "model_name": model, "draft": about.draft or ""})
+            info.add_metric([], {"version": version("faser"), **settings, "model_name": model})
             yield info
 
     def _of_requests(self, model: str) -> Iterator[Metric]:
         figures = self._figures
         yield _counter("vllm:prompt_tokens", "Prompt tokens of requests that ended", figures.prompt_tokens, model)
         yield _counter("vllm:generation_tokens", "Output tokens", figures.output_tokens, model)
-        ends = CounterMetricFamily(
-            "vllm:request_success", "Requests that ended, by reason", labels=["model_name", "finished_reason"]
-        )
-        for reason in FinishReason:
-            ends.add_metric([model, reason.value], figures.ends[reason.value])
-        yield ends
-        refused = CounterMetricFamily(
-            "faser:requests_refused", "Requests answered with an error, by HTTP status", labels=["model_name", "status"]
-        )
-        for status in sorted({400, 503, *figures.refused}):
-            refused.add_metric([model, str(status)], figures.refused[status])
-        yield refused
+        ends = {reason.value: figures.ends[reason.value] for reason in FinishReason}
+        yield _counters("vllm:request_success", "Requests that ended, by reason", "finished_reason", ends, model)
+        refused = {status: figures.refused[status] for status in sorted({400, 503, *figures.refused})}
+        about_refused = "Requests answered with an error, by HTTP status"
+        yield _counters("faser:requests_refused", about_refused, "status", refused, model)
         for name, help_, histogram in (
             ("vllm:time_to_first_token_seconds", "Arrival to first token", figures.first_token),
             ("vllm:inter_token_latency_seconds", "Time between tokens", figures.between_tokens),
@@ -77,18 +66,17 @@ class PrometheusText:
             ("vllm:request_prompt_tokens", "Prompt sizes", figures.prompt_sizes),
             ("vllm:request_generation_tokens", "Output sizes", figures.output_sizes),
         ):
-            buckets, total = histogram.buckets()
-            yield _histogram(name, help_, buckets, total, model)
+            yield _histogram(name, help_, histogram.buckets(), model)
         for name, help_, value in (
             ("vllm:num_requests_running", "Requests in the batch", self._engine.num_running),
             ("vllm:num_requests_waiting", "Open requests that are not in the batch", self._engine.num_waiting),
             ("faser:engine_up", "Whether the engine is ready", self._engine.state == "ready"),
         ):
-            yield _metric(GaugeMetricFamily, name, help_, float(value), model)
+            yield _gauge(name, help_, value, model)
         yield _counter("faser:engine_restarts", "Times that the engine was restarted", self._engine.num_restarts, model)
 
     def _of_engine(self, now: Snapshot, model: str) -> Iterator[Metric]:
-        about = self._engine.about
+        about, exits = self._engine.about, now.exits or NO_EXITS
         num_pages = about.num_pages if about is not None else 1
         for name, help_, value in (
             ("vllm:kv_cache_usage_perc", "Share of the target's KV pages in use, 0 to 1", now.pages_held / num_pages),
@@ -97,12 +85,12 @@ class PrometheusText:
             ("faser:draft_resident", "Whether a draft model's weights are on the device",
              now.draft_pages_held is not None),
             ("faser:early_exit_predicted_seconds", "Seconds that early exits saved, by the profile",
-             now.exits.predicted_seconds if now.exits else 0.0),
+             exits.predicted_seconds),
             ("faser:early_exit_measured_seconds", "Seconds that early exits saved, by the clock against the profile",
-             now.exits.measured_seconds if now.exits else 0.0),
+             exits.measured_seconds),
             ("faser:lanes", "Parts of the device's SMs that the last step ran on; 1: undivided", now.lanes),
         ):  # fmt: skip
-            yield _metric(GaugeMetricFamily, name, help_, float(value), model)
+            yield _gauge(name, help_, value, model)
         for name, help_, value in (
             ("vllm:num_preemptions", "Requests sent back to the queue because KV pages ran out", now.preemptions),
             ("vllm:prefix_cache_queries", "Tokens looked for in the prefix cache", now.prefix_queries),
@@ -114,14 +102,14 @@ class PrometheusText:
             ("faser:spec_decode_num_pruned_tokens", "Drafted tokens dropped before the target's last layer",
              now.drafted - now.verified),
             ("faser:spec_decode_num_false_pruned_tokens", "Accepted tokens that the rule of early exit would have "
-             "pruned, in trials", now.exits.trial_false if now.exits else 0),
+             "pruned, in trials", exits.trial_false),
             ("faser:early_exit_trial_pruned_tokens", "Tokens that the rule of early exit would have pruned in trials",
-             now.exits.trial_pruned if now.exits else 0),
+             exits.trial_pruned),
             ("faser:overlap_chunks", "Times that a request drafted while its earlier drafts were verified", now.chunks),
             ("faser:overlap_hits", "Of overlap_chunks, those whose drafts were kept: all earlier drafts accepted and "
              "the next token right", now.hits),
             ("faser:early_exit_trials", "Steps that ran all layers to check the rule of early exit",
-             now.exits.trials if now.exits else 0),
+             exits.trials),
             ("faser:speculation_off_seconds", "Seconds of steps in which requests decoded and none drafted",
              now.off_seconds),
             ("faser:steps", "Steps", now.steps),
@@ -134,45 +122,38 @@ class PrometheusText:
             ("faser:verify_seconds", "Of step_seconds, in the target", now.verify_seconds),
         ):  # fmt: skip
             yield _counter(name, help_, value, model)
-        positions = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted, by position in the draft",
-            labels=["model_name", "position"],
-        )  # fmt: skip
-        for position, accepted in enumerate(now.accepted_per_position):
-            positions.add_metric([model, str(position)], accepted)
-        yield positions
-        layers = CounterMetricFamily(
-            "faser:early_exit_pruned_tokens", "Tokens pruned by early exit, by the layer after which they were dropped",
-            labels=["model_name", "layer"],
-        )  # fmt: skip
-        for layer, pruned in sorted((now.exits.pruned if now.exits else {}).items()):
-            layers.add_metric([model, str(layer)], pruned)
-        yield layers
-        yield _lengths(now.lengths, model)
+        accepted, pruned = dict(enumerate(now.accepted_per_position)), dict(sorted(exits.pruned.items()))
+        yield _counters("vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted, by position in the draft",
+                        "position", accepted, model)  # fmt: skip
+        yield _counters("faser:early_exit_pruned_tokens", "Tokens pruned by early exit, by the layer after which they "
+                        "were dropped", "layer", pruned, model)  # fmt: skip
+        lengths = Histogram(range(max(9, len(now.lengths))))
+        for length, times in enumerate(now.lengths):
+            lengths.add(length, times)
+        yield _histogram("faser:draft_length", "Tokens drafted by a request in a step", lengths.buckets(), model)
 
 
-def _counter(name: str, help_: str, value: float, model: str) -> Metric:
-    return _metric(CounterMetricFamily, name, help_, value, model)
-
-
-def _metric(
-    family: Callable[..., Any], name: str, help_: str, value: float, model: str, labels: dict[str, str] | None = None
-) -> Metric:
-    metric: Any = family(name, help_, labels=["model_name", *(labels or {})])
-    metric.add_metric([model, *(labels or {}).values()], value)
-    return metric  # type: ignore[no-any-return]
-
-
-def _histogram(name: str, help_: str, buckets: list[tuple[str, float]], total: float, model: str) -> Metric:
-    metric = HistogramMetricFamily(name, help_, labels=["model_name"])
-    metric.add_metric([model], buckets, total)
+def _gauge(name: str, help_: str, value: float, model: str) -> Metric:
+    metric = GaugeMetricFamily(name, help_, labels=["model_name"])
+    metric.add_metric([model], float(value))
     return metric
 
 
-def _lengths(lengths: Sequence[int], model: str) -> Metric:
-    """Draft lengths as a histogram with a bucket for each length."""
-    counts = [*lengths, *[0] * (9 - len(lengths))]
-    bounds = [*map(str, map(float, range(len(counts)))), "+Inf"]
-    total = sum(length * times for length, times in enumerate(lengths))
-    buckets = list(zip(bounds, map(float, accumulate([*counts, 0])), strict=True))
-    return _histogram("faser:draft_length", "Tokens drafted by a request in a step", buckets, float(total), model)
+def _counter(name: str, help_: str, value: float, model: str) -> Metric:
+    metric = CounterMetricFamily(name, help_, labels=["model_name"])
+    metric.add_metric([model], value)
+    return metric
+
+
+def _counters(name: str, help_: str, label: str, values: Mapping[Any, float], model: str) -> Metric:
+    """Several totals of one name, told apart by a label."""
+    metric = CounterMetricFamily(name, help_, labels=["model_name", label])
+    for key, value in values.items():
+        metric.add_metric([model, str(key)], value)
+    return metric
+
+
+def _histogram(name: str, help_: str, buckets: tuple[list[tuple[str, float]], float], model: str) -> Metric:
+    metric = HistogramMetricFamily(name, help_, labels=["model_name"])
+    metric.add_metric([model], *buckets)
+    return metric

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -142,61 +144,43 @@ class _Sampled(_Request, frozen=True, kw_only=True):
 
     def sampling(self, max_tokens: int, logprobs: int | None, defaults: Mapping[str, Any]) -> SamplingParams:
         """The engine's parameters: the request's, else the model's defaults, else OpenAI's."""
-        given: dict[str, Any] = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
+        given = {field.name: getattr(self, field.name) for field in fields(SamplingParams)}
+        given |= {
             "top_k": max(self.top_k, 0) if self.top_k is not None else None,  # clients of vLLM send -1 for "all"
-            "min_p": self.min_p,
-            "min_tokens": self.min_tokens,
-            "stop": self.stop,
-            "stop_token_ids": self.stop_token_ids,
-            "ignore_eos": self.ignore_eos,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "repetition_penalty": self.repetition_penalty,
             "logit_bias": _token_keys(self.logit_bias),
-            "seed": self.seed,
             "logprobs": logprobs,
-            "max_draft": self.max_draft,
             "grammar": self.grammar(),
+            "max_tokens": max_tokens,
         }
-        try:
+        with refusing():
             given = {name: value for name, value in given.items() if value is not None}
-            return SamplingParams(**{"temperature": 1.0, **defaults, **given, "max_tokens": max_tokens})
-        except InvalidRequest as error:
-            raise ApiError(400, str(error), param=leading_name(str(error))) from None
+            return SamplingParams(**{"temperature": 1.0, **defaults, **given})
 
     def grammar(self) -> Grammar | None:
         given = self.response_format
         if self.structured_outputs is not None:
             if given is not None and given.type != "text":
-                raise ApiError(
-                    400,
-                    "response_format and structured_outputs both constrain the output; give one of them",
-                    param="structured_outputs",
-                )
-            return _checked_grammar("regex", self.structured_outputs.regex, "structured_outputs.regex")
+                message = "response_format and structured_outputs both constrain the output; give one of them"
+                raise ApiError(400, message, param="structured_outputs")
+            with refusing("structured_outputs.regex"):
+                return Grammar("regex", self.structured_outputs.regex)
         if given is None or given.type == "text":
             return None
         if given.type == "json_object":
             return Grammar("json_schema", ANY_OBJECT)
         if given.type != "json_schema":
-            raise ApiError(
-                400,
-                f"response_format.type={given.type!r}: expected text, json_object or json_schema "
-                '(a regular expression goes into structured_outputs {"regex": …})',
-                param="response_format.type",
-            )
+            expected = "text, json_object or json_schema (a regular expression goes into structured_outputs"
+            message = f'response_format.type={given.type!r}: expected {expected} {{"regex": …}})'
+            raise ApiError(400, message, param="response_format.type")
         if given.json_schema is None or given.json_schema.schema is None:
-            raise ApiError(
-                400, "response_format of type json_schema needs json_schema.schema", param="response_format.json_schema"
-            )
+            message = "response_format of type json_schema needs json_schema.schema"
+            raise ApiError(400, message, param="response_format.json_schema")
         param = "response_format.json_schema.schema"
         try:
             text = msgspec.json.encode(given.json_schema.schema).decode()
         except RecursionError:
             raise ApiError(400, f"{param}: nested too deeply; flatten it", param=param) from None
-        return _checked_grammar("json_schema", text, param)
+        return Grammar("json_schema", text)  # the text of a schema is never empty
 
 
 PromptPart = str | Annotated[int, Meta(ge=0)] | list[Annotated[int, Meta(ge=0)]]
@@ -216,18 +200,14 @@ class CompletionRequest(_Sampled, frozen=True, kw_only=True):
         most = most_tokens if is_one else MAX_CHOICES
         if len(prompt) > most:
             what = "tokens in the prompt" if is_one else "prompts in one request"
-            raise ApiError(
-                400, f"prompt: {len(prompt)} {what}; send at most {most}", param="prompt",
-                code="context_length_exceeded" if is_one else None,
-            )  # fmt: skip
+            code = "context_length_exceeded" if is_one else None
+            raise ApiError(400, f"prompt: {len(prompt)} {what}; send at most {most}", param="prompt", code=code)
         ids = [part for part in prompt if isinstance(part, int)]
         texts = [part for part in prompt if isinstance(part, str)]
         lists = [part for part in prompt if isinstance(part, list)]
         if not prompt or len(prompt) not in (len(ids), len(texts), len(lists)):
-            raise ApiError(
-                400, "prompt: expected a text, a list of texts, a list of token ids, or a list of lists of token ids",
-                param="prompt",
-            )  # fmt: skip
+            expected = "a text, a list of texts, a list of token ids, or a list of lists of token ids"
+            raise ApiError(400, f"prompt: expected {expected}", param="prompt")
         return [ids] if ids else [*texts, *lists]
 
 
@@ -271,17 +251,10 @@ class ChatRequest(_Sampled, frozen=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @property
-    def asked_tokens(self) -> int | None:
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-
-    @property
     def num_logprobs(self) -> int | None:
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs is only reported with logprobs: set it to true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
-
-    def plain_messages(self) -> list[dict[str, Any]]:
-        return [message.plain(index) for index, message in enumerate(self.messages)]
 
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
@@ -326,18 +299,27 @@ def _invalid_field(message: str) -> ApiError:
     """msgspec's message ("Expected `int`, got `str` - at `$.n`") as an ApiError with the field's name."""
     if len(message) > 1000:  # it repeats the request
         return ApiError(400, f"{message[:200]} …", code="invalid_value")
-    found = _PATH.search(message)
-    param = found.group(1) if found is not None else None
+    path = _PATH.search(message)
+    param = path[1] if path is not None else None
     text = _PATH.sub("", message)
-    missing = re.search(r"missing required field `(\w+)`", text)
-    unknown = re.search(r"unknown field `(\w+)`", text)
-    if missing is not None:
-        param = ".".join(filter(None, (param, missing.group(1))))
+    found = re.search(r"(required|unknown) field `(\w+)`", text)
+    if found is None:
+        message = f"{param}: {text[0].lower()}{text[1:]}" if param else text
+        return ApiError(400, message, param=param, code="invalid_value")
+    param = ".".join(filter(None, (param, found[2])))
+    if found[1] == "required":
         return ApiError(400, f"{param} is required", param=param, code="missing_field")
-    if unknown is not None:
-        param = ".".join(filter(None, (param, unknown.group(1))))
-        return ApiError(400, f"unknown field {param!r}: remove it", param=param, code="unknown_field")
-    return ApiError(400, f"{param}: {text[0].lower()}{text[1:]}" if param else text, param=param, code="invalid_value")
+    return ApiError(400, f"unknown field {param!r}: remove it", param=param, code="unknown_field")
+
+
+@contextmanager
+def refusing(param: str | None = None) -> Iterator[None]:
+    """Turn an InvalidRequest into an ApiError. Without `param`, the message begins with the field's name."""
+    try:
+        yield
+    except InvalidRequest as error:
+        name = re.match(r"(\w+)[=:]", str(error))
+        raise ApiError(400, str(error), param=param or (name and name[1])) from None
 
 
 def _token_keys(bias: dict[str, float] | None) -> dict[int, float] | None:
@@ -347,19 +329,6 @@ def _token_keys(bias: dict[str, float] | None) -> dict[int, float] | None:
         if not (key.isascii() and key.isdigit() and len(key) < 20):
             raise ApiError(400, f"logit_bias: {key[:100]!r} is no token id", param="logit_bias")
     return {int(key): value for key, value in bias.items()}
-
-
-def _checked_grammar(kind: str, text: str, param: str) -> Grammar:
-    try:
-        return Grammar(kind, text)
-    except InvalidRequest as error:
-        raise ApiError(400, str(error), param=param) from None
-
-
-def leading_name(message: str) -> str | None:
-    """The field with which a message of SamplingParams begins."""
-    found = re.match(r"(\w+)[=:]", message)
-    return found.group(1) if found is not None else None
 
 
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -397,10 +366,7 @@ class TopLogprob(msgspec.Struct, frozen=True):
     bytes: list[int]
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
+class TokenLogprob(TopLogprob, frozen=True):
     top_logprobs: list[TopLogprob]
 
 

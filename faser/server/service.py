@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Thread
@@ -17,12 +17,12 @@ from typing import Any
 
 from faser.config import ServerOptions
 from faser.errors import InvalidRequest
-from faser.request import SamplingParams, check_token_ids, draw_seed
+from faser.request import Grammar, SamplingParams, check_token_ids, draw_seed
 from faser.server.answers import Answerer, ChatAnswerer, Choice, CompletionAnswerer
 from faser.server.engine_client import EngineClient, EngineGone, ShuttingDown, State, Stream, Track
 from faser.server.figures import Figures
 from faser.server.messages import About
-from faser.server.protocol import ApiError, ChatRequest, CompletionRequest, leading_name
+from faser.server.protocol import ApiError, ChatRequest, CompletionRequest, refusing
 from faser.text.chat import ChatTemplate
 from faser.text.grammar import GrammarCompiler
 from faser.text.tokenizer import Tokenizer
@@ -102,9 +102,8 @@ class Service:
         else:
             prompts = [self._prompt_ids(prompt, served) for prompt in given]
         longest = max(map(len, prompts))
-        asked = request.max_tokens
         default = served.about.sampling.get("max_tokens", DEFAULT_COMPLETION_TOKENS)
-        limit = self._output_limit(served.about, longest, asked, default, "prompt", "max_tokens")
+        limit = self._output_limit(served.about, longest, request.max_tokens, default, "prompt", "max_tokens")
         params = await self._params(request.sampling(limit, request.logprobs, served.about.sampling), served)
         echo = None
         if request.echo:
@@ -114,7 +113,7 @@ class Service:
 
     async def chat(self, request: ChatRequest, arrived: float) -> Call:
         served = self._admitting(request)
-        messages = request.plain_messages()
+        messages = [message.plain(index) for index, message in enumerate(request.messages)]
         if sum(len(message["content"]) for message in messages) > _LONG_TEXT:
             prompt = await asyncio.to_thread(self._chat_ids, messages, served)
         else:
@@ -122,7 +121,7 @@ class Service:
         num_logprobs = request.num_logprobs
         field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         default = served.about.sampling.get("max_tokens", served.about.max_tokens)
-        limit = self._output_limit(served.about, len(prompt), request.asked_tokens, default, "messages", field)
+        limit = self._output_limit(served.about, len(prompt), getattr(request, field), default, "messages", field)
         params = await self._params(request.sampling(limit, num_logprobs, served.about.sampling), served)
         answerer = ChatAnswerer(served.about.model, served.tokenizer, num_logprobs is not None)
         return self._submit(request, [prompt], params, answerer, served, arrived)
@@ -130,7 +129,7 @@ class Service:
     def _admitting(self, request: CompletionRequest | ChatRequest) -> ServedModel:
         """The model that is served. A full server refuses before it tokenises."""
         served = self.served()
-        _check_model(request.model, served.about)
+        check_model(request.model, served.about)
         self._check_room(served.about, request.num_choices)
         return served
 
@@ -139,24 +138,17 @@ class Service:
     def _prompt_ids(self, prompt: str | list[int], served: ServedModel) -> list[int]:
         if isinstance(prompt, str):
             return self._encode(prompt, served, "prompt", add_special_tokens=True)
-        try:
+        with refusing("prompt"):
             check_token_ids("prompt", prompt, served.about.vocab_size)
-        except InvalidRequest as error:
-            raise ApiError(400, str(error), param="prompt") from None
         return self._check_size(prompt, served.about, "prompt")
 
     def _chat_ids(self, messages: list[dict[str, Any]], served: ServedModel) -> list[int]:
         if served.template is None:
-            raise ApiError(
-                400,
-                "the model has no chat template; use /v1/completions, or start the server with --chat-template FILE",
-                param="messages",
-            )
+            remedy = "use /v1/completions, or start the server with --chat-template FILE"
+            raise ApiError(400, f"the model has no chat template; {remedy}", param="messages")
         self._check_length(sum(len(message["content"]) for message in messages), served, "messages")
-        try:
+        with refusing("messages"):
             text = served.template.render(messages)
-        except InvalidRequest as error:
-            raise ApiError(400, str(error), param="messages") from None
         return self._encode(text, served, "messages", add_special_tokens=False)
 
     def _encode(self, text: str, served: ServedModel, param: str, *, add_special_tokens: bool) -> list[int]:
@@ -195,36 +187,29 @@ class Service:
         if asked is None:
             return min(default, room)
         if asked > room:
-            raise ApiError(
-                400,
-                f"{param} of {num_prompt} tokens and {field} {asked} make {num_prompt + asked}; the server takes "
-                f"{about.max_tokens}: lower {field} or shorten the {param}",
-                param=field,
-                code="context_length_exceeded",
-            )
+            given = f"{param} of {num_prompt} tokens and {field} {asked} make {num_prompt + asked}"
+            message = f"{given}; the server takes {about.max_tokens}: lower {field} or shorten the {param}"
+            raise ApiError(400, message, param=field, code="context_length_exceeded")
         return asked
 
     # ── parameters and admission ─────────────────────────────────────────────────────────────────────────────────────
 
     async def _params(self, params: SamplingParams, served: ServedModel) -> SamplingParams:
-        try:
+        with refusing():
             params.check_vocabulary(served.about.vocab_size)
-        except InvalidRequest as error:
-            raise ApiError(400, str(error), param=leading_name(str(error))) from None
         if params.stop and served.tokenizer is None:
             raise ApiError(400, "stop: the model has no tokenizer; use stop_token_ids", param="stop")
         if params.grammar is not None:
-            await self._check_grammar(params, served)
+            await self._check_grammar(params.grammar, params.stop_token_ids, served)
         return params
 
-    async def _check_grammar(self, params: SamplingParams, served: ServedModel) -> None:
-        param = "response_format" if params.grammar is not None and params.grammar.kind != "regex" else (
-            "structured_outputs.regex")  # fmt: skip
+    async def _check_grammar(self, grammar: Grammar, stop_ids: Sequence[int], served: ServedModel) -> None:
+        param = "structured_outputs.regex" if grammar.kind == "regex" else "response_format"
         grammars = served.grammars
-        if grammars is None or params.grammar is None:
+        if grammars is None:
             raise ApiError(400, f"{param}: the model has no tokenizer; remove it", param=param)
         try:
-            await asyncio.wait_for(_in_thread(grammars.check, params.grammar, params.stop_token_ids), GRAMMAR_SECONDS)
+            await asyncio.wait_for(_in_thread(grammars.check, grammar, stop_ids), GRAMMAR_SECONDS)
         except InvalidRequest as error:
             raise ApiError(400, f"{param}: {error}", param=param) from None
         except TimeoutError:
@@ -283,24 +268,18 @@ class Service:
 
 async def _in_thread(function: Callable[..., None], *args: Any) -> None:
     """Run a function in a thread of its own, which neither later requests nor the end of the process wait for."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-
-    def finish(error: BaseException | None) -> None:
-        if not done.done():
-            done.set_result(None) if error is None else done.set_exception(error)
+    done: Future[None] = Future()
+    done.set_running_or_notify_cancel()  # a caller that waits no longer does not cancel it
 
     def run() -> None:
-        failed: BaseException | None = None
         try:
             function(*args)
+            done.set_result(None)
         except Exception as error:
-            failed = error
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(finish, failed)
+            done.set_exception(error)
 
     Thread(target=run, daemon=True).start()
-    await done
+    await asyncio.wrap_future(done)
 
 
 def _seeds(params: SamplingParams, number: int) -> list[int]:
@@ -315,14 +294,10 @@ def _echoed(prompt: str | list[int], served: ServedModel) -> str:
     return served.tokenizer.decode(prompt) if served.tokenizer is not None else ""
 
 
-def _check_model(name: str | None, about: About) -> None:
+def check_model(name: str | None, about: About) -> None:
     if name is not None and name != about.model:
-        raise ApiError(
-            404,
-            f"the model {name[:200]!r} is not served here; {about.model!r} is",
-            param="model",
-            code="model_not_found",
-        )
+        message = f"the model {name[:200]!r} is not served here; {about.model!r} is"
+        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def _too_long(given: str, most: str, param: str) -> ApiError:

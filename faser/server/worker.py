@@ -17,9 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
 
+import numpy as np
+
 from faser.engine.engine import Engine
 from faser.errors import FaserError, InvalidRequest
-from faser.policy.early_exit import ExitStats
 from faser.progress import progress_bar
 from faser.request import Finish, FinishReason, Progress, Request
 from faser.server.messages import (
@@ -36,7 +37,6 @@ from faser.server.messages import (
     Start,
     ToEngine,
     frame,
-    unpack_params,
 )
 from faser.text.tokenizer import StopChecker, Tokenizer
 from faser.threads import prepare_openmp
@@ -146,18 +146,12 @@ class Worker:
             self._write(Refused(message.id, str(error)))
 
     def _add(self, message: Add) -> None:
-        params = unpack_params(message.params)
-        checker = None
+        params, checker = message.params, None
         if params.stop:
             assert self._tokenizer is not None, "the HTTP process refuses stop strings without a tokenizer"
             checker = StopChecker(self._tokenizer, params.stop, params.min_tokens)
-        request = Request(
-            id=message.id,
-            prompt_token_ids=tuple(message.prompt_token_ids),
-            params=params,
-            seed=message.seed,
-            stop_ids=frozenset(message.stop_ids),
-        )
+        prompt, stop_ids = tuple(message.prompt_token_ids), frozenset(message.stop_ids)
+        request = Request(id=message.id, prompt_token_ids=prompt, params=params, seed=message.seed, stop_ids=stop_ids)
         self._engine.add(request, checker)
 
     def _send(self, progress: list[Progress]) -> None:
@@ -166,8 +160,7 @@ class Worker:
         due = now - self._last_snapshot >= SNAPSHOT_SECONDS or not self._engine.has_work
         if progress or due:
             snapshot = take_snapshot(self._engine, now, self._step_failures) if due else None
-            if due:
-                self._last_snapshot = now
+            self._last_snapshot = now if due else self._last_snapshot
             self._write(Outputs(progress, snapshot))
 
     def _tell_running(self) -> None:
@@ -191,49 +184,25 @@ def _with_error(item: Progress, reason: str) -> Progress:
 
 
 def take_snapshot(engine: Engine, now: float, step_failures: int = 0) -> Snapshot:
+    """The fields that EngineStats and ExitStats have too are copied by name."""
     stats, scheduler, last = engine.stats, engine.scheduler, engine.stats.last
-    draft_pages = scheduler.draft_pages
+    totals = {name: getattr(stats, name) for name in Snapshot.__struct_fields__ if hasattr(stats, name)}
+    totals |= {name: value.tolist() for name, value in totals.items() if isinstance(value, np.ndarray)}
+    exits = engine.exits.stats if engine.exits is not None else None
     return Snapshot(
+        **totals,
         time=now,
-        steps=stats.steps,
-        emitted=stats.emitted,
-        drafted=stats.drafted,
-        verified=stats.verified,
-        accepted=stats.accepted,
         preemptions=scheduler.num_preemptions,
         prefix_queries=scheduler.prefixes.num_queries,
         prefix_hits=scheduler.prefixes.num_hits,
         step_failures=step_failures,
-        step_seconds=stats.step_seconds,
-        predicted_seconds=stats.predicted_seconds,
-        off_seconds=stats.off_seconds,
-        plan_seconds=stats.plan_seconds,
-        draft_seconds=stats.draft_seconds,
-        verify_seconds=stats.verify_seconds,
         pages_held=scheduler.target_pages.num_held,
-        draft_pages_held=draft_pages.num_held if draft_pages is not None else None,
-        lengths=stats.lengths.tolist(),
-        verified_per_position=stats.verified_per_position.tolist(),
-        accepted_per_position=stats.accepted_per_position.tolist(),
+        draft_pages_held=scheduler.draft_pages.num_held if scheduler.draft_pages is not None else None,
         last_decoding=last.num_decoding if last is not None else 0,
         last_drafting=last.num_drafting if last is not None else 0,
         last_drafted=last.drafted if last is not None else 0,
         speculating_changed=last.speculating_changed if last is not None else None,
-        exits=_exits(engine.exits.stats) if engine.exits is not None else None,
-        chunks=stats.chunks,
-        hits=stats.hits,
-        lanes=stats.lanes,
-    )
-
-
-def _exits(stats: ExitStats) -> Exits:
-    return Exits(
-        pruned=dict(stats.pruned),
-        trials=stats.trials,
-        trial_pruned=stats.trial_pruned,
-        trial_false=stats.trial_false,
-        predicted_seconds=stats.predicted_seconds,
-        measured_seconds=stats.measured_seconds,
+        exits=Exits(*(getattr(exits, name) for name in Exits.__struct_fields__)) if exits is not None else None,
     )
 
 
@@ -244,8 +213,9 @@ def main() -> int:
     connection = socket.socket(fileno=descriptor)
     start = _read_start(connection)
     logging.basicConfig(level=start.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    module, _, name = factory.partition(":")
     with progress_bar("importing torch"):
-        make = _find(factory)
+        make: Callable[[Start], Served] = getattr(importlib.import_module(module), name)
     try:
         served = make(start)
     except FaserError as error:
@@ -264,12 +234,6 @@ def _read_start(connection: socket.socket) -> Start:
         for start in frames.feed(data):
             return start  # type: ignore[no-any-return]
     raise SystemExit(0)  # the server ended before it sent a frame
-
-
-def _find(factory: str) -> Callable[[Start], Served]:
-    module, _, name = factory.partition(":")
-    found: Callable[[Start], Served] = getattr(importlib.import_module(module), name)
-    return found
 
 
 if __name__ == "__main__":

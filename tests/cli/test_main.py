@@ -317,7 +317,7 @@ def test_the_command_line_reaches_every_option_of_an_engine_but_those_of_tests_a
     assert missing == {"num_pages", "acceptance", "profiling"}  # each command has its own profiling
 
 
-@pytest.mark.parametrize("shell", cli.SHELLS)
+@pytest.mark.parametrize("shell", arguments.SHELLS)
 def test_a_completion_script_names_commands_and_options(shell, capsys):
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out

@@ -13,8 +13,7 @@ import pytest
 from rich.console import Console
 
 from faser import LLM, SamplingParams
-from faser.cli.keyboard import without_echo
-from faser.cli.terminal import Chat, Screen
+from faser.cli.terminal import Chat, Screen, without_echo
 from faser.text.chat import ChatTemplate
 
 TEMPLATE = (
@@ -267,7 +266,7 @@ def test_a_signal_that_ends_or_stops_the_chat_finds_the_echo_on(monkeypatch, key
     def kill(_process, sent):
         found.append((sent, has_echo(stdin), signal.getsignal(sent)))
 
-    monkeypatch.setattr("faser.cli.keyboard.os.kill", kill)
+    monkeypatch.setattr("faser.cli.terminal.os.kill", kill)
     with without_echo(stdin):
         assert not has_echo(stdin)
         signal.raise_signal(number)

@@ -63,9 +63,9 @@ def test_a_cancelled_request_is_counted_and_adds_no_latency():
 
 def test_metrics_carry_their_names_and_the_snapshot_s_numbers():
     figures = Figures()
-    figures.snapshot(
-        snapshot(drafted=30, verified=25, accepted=20, pages_held=5, draft_pages_held=2,
-                 lengths=[4, 0, 15], accepted_per_position=[12, 8], off_seconds=1.5)
+    figures.latest = snapshot(
+        drafted=30, verified=25, accepted=20, pages_held=5, draft_pages_held=2,
+        lengths=[4, 0, 15], accepted_per_position=[12, 8], off_seconds=1.5,
     )  # fmt: skip
     text = PrometheusText(figures, engine(running=3, waiting=2)).render().decode()
     found = {}
@@ -96,7 +96,7 @@ def test_metrics_carry_their_names_and_the_snapshot_s_numbers():
 def test_early_exit_is_told_by_layer_and_in_words():
     figures = Figures()
     exits = Exits({0: 7, 12: 1200}, 5, 40, 2, 0.25, -0.5)
-    figures.snapshot(snapshot(drafted=30, verified=25, exits=exits))
+    figures.latest = snapshot(drafted=30, verified=25, exits=exits)
     text = PrometheusText(figures, engine()).render().decode()
     found = {
         (sample.name, sample.labels.get("layer")): sample.value
@@ -149,7 +149,7 @@ class Board:
         self.now, self.figures, self.client = NOW, Figures(), engine()
         monkeypatch.setattr("faser.server.dashboard.monotonic", lambda: self.now)
         self.board = Dashboard(self.figures, self.client)
-        self.figures.snapshot(first)
+        self.figures.latest = first
         self.tick()
 
     def tick(self, seconds=1.0) -> None:
@@ -162,10 +162,10 @@ class Board:
         began, first = self.now, self.figures.latest
         for second in range(1, seconds + 1):
             done = int(second / step + 1e-9)
-            self.figures.snapshot(snapshot(
+            self.figures.latest = snapshot(
                 time=began + done * step, steps=first.steps + done, emitted=first.emitted + done * running,
                 step_seconds=first.step_seconds + done * step,
-            ))  # fmt: skip
+            )  # fmt: skip
             self.tick()
 
     def history(self) -> dict:
@@ -175,10 +175,10 @@ class Board:
 def test_the_dashboard_s_history_holds_rates_between_seconds(monkeypatch):
     board = Board(monkeypatch)
     board.client.num_running = 2
-    board.figures.snapshot(
-        snapshot(time=NOW + 3, emitted=50, steps=10, step_seconds=1.0, predicted_seconds=0.8, accepted=20, drafted=30,
-                 verified=28, lengths=[5, 0, 15], verified_per_position=[15, 13], accepted_per_position=[12, 8],
-                 pages_held=5)
+    board.figures.latest = snapshot(
+        time=NOW + 3, emitted=50, steps=10, step_seconds=1.0, predicted_seconds=0.8, accepted=20, drafted=30,
+        verified=28, lengths=[5, 0, 15], verified_per_position=[15, 13], accepted_per_position=[12, 8],
+        pages_held=5,
     )  # fmt: skip
     board.tick(2.0)
     data = board.board.data("ready")
@@ -211,7 +211,7 @@ def test_the_rate_of_the_first_step_counts_from_the_start(monkeypatch):
     board = Board(monkeypatch, first=None)
     board.client.num_running = 8
     board.tick()
-    board.figures.snapshot(snapshot(time=board.now + 1, steps=1, emitted=8, step_seconds=2.0))
+    board.figures.latest = snapshot(time=board.now + 1, steps=1, emitted=8, step_seconds=2.0)
     board.tick()
     assert board.history()["output_rate"] == [0.0, 0.0, 4.0]
 
@@ -233,7 +233,7 @@ def test_the_lengths_of_now_are_those_of_several_steps(monkeypatch):
     board = Board(monkeypatch)
     board.client.num_running = 4
     for step in range(6):
-        board.figures.snapshot(snapshot(time=board.now, steps=step, lengths=[0, 4 * step]))
+        board.figures.latest = snapshot(time=board.now, steps=step, lengths=[0, 4 * step])
         for _ in range(10):
             board.tick()
     assert board.board.data("ready")["lengths"] == [0, 12]
@@ -243,7 +243,7 @@ def test_the_lengths_of_now_are_those_of_several_steps(monkeypatch):
 def test_a_position_at_which_nothing_was_ever_accepted_has_a_zero(accepted, told):
     figures = Figures()
     board = Dashboard(figures, engine())
-    figures.snapshot(snapshot(verified_per_position=[15, 13], accepted_per_position=accepted))
+    figures.latest = snapshot(verified_per_position=[15, 13], accepted_per_position=accepted)
     board.tick()
     assert board.data("ready")["positions"] == {"verified": [15, 13], "accepted": told}
 
@@ -252,10 +252,10 @@ def test_a_position_at_which_nothing_was_ever_accepted_has_a_zero(accepted, told
 def test_an_engine_started_again_does_not_make_negative_rates(steps):
     figures, client = Figures(), engine()
     board = Dashboard(figures, client)
-    figures.snapshot(snapshot(steps=100, accepted=50, step_seconds=3.0))
+    figures.latest = snapshot(steps=100, accepted=50, step_seconds=3.0)
     board.tick()
     client.num_restarts = 1
-    figures.snapshot(snapshot(steps=steps, accepted=1, step_seconds=0.1))
+    figures.latest = snapshot(steps=steps, accepted=1, step_seconds=0.1)
     board.tick()
     history = board.data("ready")["history"]
     assert history["accepted_rate"][-1] == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
+from itertools import zip_longest
 from pathlib import Path
 from time import monotonic, time
 from typing import Any
@@ -59,7 +60,9 @@ class Dashboard:
         self._points.append(_Second(self._figures, self._engine, self._points[-1]))
 
     def data(self, state: str) -> dict[str, Any]:
-        lengths = self._gained("lengths", self._lengths_seconds())
+        points = list(self._points)
+        several_steps = monotonic() - points[_window_start(points, len(points) - 1)].monotonic
+        lengths = self._gained("lengths", max(LENGTHS_SECONDS, several_steps))
         verified = self._gained("verified_per_position", WINDOW_SECONDS)
         accepted = self._gained("accepted_per_position", WINDOW_SECONDS)
         num_positions = sum(count > 0 for count in verified)  # counts never grow with the position
@@ -90,14 +93,14 @@ class Dashboard:
     def _now(self) -> dict[str, Any]:
         snapshot, about = self._figures.latest, self._engine.about
         pages = about.num_pages if about is not None else 1
-        first, per_token = (_recent(r) for r in (self._figures.recent_first_token, self._figures.recent_per_token))
+        ttft_p50, ttft_p99 = _percentiles(self._figures.recent_first_token)
+        tpot_p50, tpot_p99 = _percentiles(self._figures.recent_per_token)
         last = _row(list(self._points), len(self._points) - 1)
         now: dict[str, Any] = {
             "running": self._engine.num_running, "waiting": self._engine.num_waiting,
             "kv_used": 0.0, "draft_kv_used": None, "speculating": False, "prefix_hit_rate": None,
             "output_rate": last["output_rate"], "step_ms": last["step_ms"], "predicted_ms": last["predicted_ms"],
-            "ttft_p50": _percentile(first, 50), "ttft_p99": _percentile(first, 99),
-            "tpot_p50": _percentile(per_token, 50), "tpot_p99": _percentile(per_token, 99),
+            "ttft_p50": ttft_p50, "ttft_p99": ttft_p99, "tpot_p50": tpot_p50, "tpot_p99": tpot_p99,
             "speculation": describe(snapshot, self._engine.num_running, monotonic(), about.policy if about else ""),
         }  # fmt: skip
         if snapshot is not None:
@@ -113,20 +116,10 @@ class Dashboard:
     def _history(self) -> dict[str, list[Any]]:
         points = list(self._points)
         rows = [_row(points, index) for index in range(1, len(points))]
-        names = (
-            "time", "output_rate", "running", "waiting", "kv_used", "step_ms", "predicted_ms", "accepted_rate",
-            "mean_length",
-        )  # fmt: skip
         pages = self._engine.about.num_pages if self._engine.about is not None else 1
-        history = {name: [row[name] for row in rows] for name in names}
+        history = {name: [row[name] for row in rows] for name in _row(points, 0)}
         history["kv_used"] = [held / pages for held in history["kv_used"]]
         return history
-
-    def _lengths_seconds(self) -> float:
-        """A window long enough for several steps."""
-        points = list(self._points)
-        start = _window_start(points, len(points) - 1)
-        return max(LENGTHS_SECONDS, monotonic() - points[start].monotonic)
 
     def _snapshot_before(self, seconds: float) -> Snapshot | None:
         """The snapshot of `seconds` ago; None if the engine started later."""
@@ -138,8 +131,9 @@ class Dashboard:
 
     def _gained(self, name: str, seconds: float) -> list[int]:
         """The increase of a list of totals in the last `seconds`."""
-        before, latest = self._snapshot_before(seconds), self._figures.latest
-        return _difference(getattr(before, name, []), getattr(latest, name, []))
+        earlier = getattr(self._snapshot_before(seconds), name, [])
+        now = getattr(self._figures.latest, name, [])
+        return [after - before for after, before in zip_longest(now, earlier, fillvalue=0)]
 
     def _drafted(self, before: Snapshot | None) -> dict[str, int]:
         latest = self._figures.latest
@@ -249,17 +243,10 @@ def _window_start(points: Sequence[_Second], index: int) -> int:
     return 0
 
 
-def _difference(before: Iterable[int], after: Sequence[int]) -> list[int]:
-    earlier = [*before]
-    return [value - (earlier[i] if i < len(earlier) else 0) for i, value in enumerate(after)]
-
-
-def _recent(samples: Iterable[tuple[float, float]]) -> list[float]:
+def _percentiles(samples: Iterable[tuple[float, float]]) -> tuple[float | None, float | None]:
+    """p50 and p99 of the samples (when, value) of the last WINDOW_SECONDS; None without samples."""
     since = monotonic() - WINDOW_SECONDS
-    return sorted(value for when, value in samples if when >= since)
-
-
-def _percentile(ordered: Sequence[float], percent: float) -> float | None:
+    ordered = sorted(value for when, value in samples if when >= since)
     if not ordered:
-        return None
-    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+        return None, None
+    return ordered[int(len(ordered) * 50 / 100)], ordered[int(len(ordered) * 99 / 100)]
