@@ -16,7 +16,7 @@ from markupsafe import escape
 
 from benchmarks.lib.ablation import LADDER, explained
 from faser.bench.report import charts, drawings, figures, images, legend, page, svg, tables
-from faser.bench.report.charts import Bar, Line, Point
+from faser.bench.report.charts import Bar, Line, Part, Point
 from faser.bench.report.scales import Axis
 from faser.bench.report.svg import Look, Size
 from faser.policy import POLICIES as POLICY_NAMES
@@ -271,8 +271,8 @@ def test_the_page_opens_on_a_time_line_that_exists(runs: list[RunDocument], open
     at = made.loads[made.chosen]
     assert (made.seen[made.traced].name, at.load.rate) == opens
     assert made.seen[made.traced].name in at.timelines
-    checked = {a["id"] for tag, a in reading(page.render(page)).tags if tag == "input" and "checked" in a}
-    assert checked == {f"load-{page.chosen}", f"system-{page.traced}"}
+    checked = {a["id"] for tag, a in reading(page.render(made)).tags if tag == "input" and "checked" in a}
+    assert checked == {f"load-{made.chosen}", f"system-{made.traced}"}
 
 
 def test_systems_without_a_time_line_are_crossed_out_and_say_why() -> None:
@@ -464,7 +464,7 @@ def test_a_browser_that_fails_takes_its_helpers_with_it(tmp_path: Path) -> None:
 def test_a_browser_draws_a_png_at_twice_its_size(tmp_path: Path) -> None:
     if images.browser() is None:
         pytest.skip("no Chromium: install the package chromium")
-    chart = charts.bar_chart("t", [Bar("a", 1.0, "1", Look("blue"))], Axis("b", str), Size(200))
+    chart = charts.bar_chart("t", [Bar("a", (Part(1.0, Look("blue")),), "1")], Size(200))
     (path,) = images.write_images(tmp_path, {"bars.png": chart}, pytest.fail)
     head = path.read_bytes()[:24]
     assert head[:8] == b"\x89PNG\r\n\x1a\n"

@@ -179,10 +179,6 @@ def milliseconds(value: float) -> str:
     return f"{plain(1000 * value)} ms" if value < 10 else f"{plain(value)} s"
 
 
-def signed(value: float) -> str:
-    return f"{value:+.1f}".replace("-", "−")
-
-
 def shown(figure: Figure, value: float) -> str:
     """A value with its unit, for tooltips."""
     return {"seconds": milliseconds, "share": percent}.get(figure.kind, plain)(value)
