@@ -16,8 +16,7 @@ from faser.policy import BatchView, Policy, make_policy
 from faser.policy.overlap import Overlap
 from faser.request import Request, SamplingParams
 from faser.rules.stopping import Stopping
-from faser.sim.clock import VirtualTime
-from faser.sim.executor import Noise, SimExecutor
+from faser.sim.executor import Noise, SimExecutor, VirtualTime
 from faser.sim.oracle import Draw, Replay
 from faser.sim.replica import Machine, load_profile, make_replica
 from faser.traffic.play import play
