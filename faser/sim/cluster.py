@@ -13,8 +13,8 @@ from math import inf
 
 from faser.request import Progress
 from faser.sim.replica import Replica
+from faser.traffic.document import Run, Workload
 from faser.traffic.play import Ledger, Stopped, Update, never, no_update, seconds_of
-from faser.traffic.records import Run, Workload
 from faser.traffic.summary import added
 
 

@@ -16,8 +16,8 @@ from faser.errors import RequestTooLong
 from faser.sim.cluster import Router, per_gpu
 from faser.sim.replica import Machine
 from faser.sim.throughput import ThroughputTable
+from faser.traffic.document import Item, Record, Run, Workload
 from faser.traffic.play import Stopped, Update, never, no_update, seconds_of
-from faser.traffic.records import Item, Record, Run, Workload
 
 ALMOST = 1e-6  # tokens: what rounding may leave of a request
 SEEN_AFTER = 0.5  # steps, on average, from an arrival to the end of the running step

@@ -16,8 +16,8 @@ from faser.errors import ConfigError
 from faser.sim.oracle import Acceptance
 from faser.sim.replica import Machine, make_replica
 from faser.step import StepPlan, StepResult
+from faser.traffic.document import Workload
 from faser.traffic.play import Stopped, never, play
-from faser.traffic.records import Item, Workload
 
 WARM_REQUESTS = 8  # the warm-up ends when this number + concurrency requests have ended
 LEAST_REQUESTS = 24  # that end while it is measured, or
@@ -126,7 +126,8 @@ class _Loops:
         """The steps with `size` requests open, from the end of the warm-up until none is left to send."""
         warm = size + WARM_REQUESTS
         enough = warm + max(LEAST_REQUESTS, ROUNDS * size)
-        items = self._drawn(enough + size)
+        order = np.random.default_rng([self.seed, 4]).permutation(len(self.workload.items))
+        items = tuple(self.workload.items[i] for i in np.resize(order, enough + size).tolist())
         oracle = self.acceptance.oracle([item.category for item in items], self.seed)
         watcher = _Watcher(ProfiledCost(self.machine.profile))
         replica = make_replica(self.machine, self.policy, oracle, self.seed, watcher)
@@ -144,11 +145,6 @@ class _Loops:
         loop, clock = Workload(items, concurrency=size), replica.time.clock
         play(replica.engine, loop, self.policy, clock=clock, stopped=stopped, update=update)
         return watcher.steps[started:] or watcher.steps
-
-    def _drawn(self, number: int) -> tuple[Item, ...]:
-        """The first `number` of one random order."""
-        order = np.random.default_rng([self.seed, 4]).permutation(len(self.workload.items))
-        return tuple(self.workload.items[i] for i in np.resize(order, number).tolist())
 
 
 def _point(steps: Sequence[_Step]) -> dict[str, float]:

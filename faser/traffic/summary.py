@@ -12,8 +12,7 @@ from itertools import zip_longest
 from statistics import fmean, median
 
 from faser.errors import ConfigError
-from faser.traffic.document import FIGURES, Category, GroupDocument, RunDocument, Spread, Summary
-from faser.traffic.records import Record, Run
+from faser.traffic.document import FIGURES, Category, GroupDocument, Record, Run, RunDocument, Spread, Summary
 
 
 def ttft(record: Record) -> float | None:

@@ -10,8 +10,8 @@ from faser.sim.fluid import play_fluid
 from faser.sim.oracle import Draw
 from faser.sim.replica import make_replica
 from faser.sim.throughput import measure_throughput, sizes_up_to
+from faser.traffic.document import Item, Workload
 from faser.traffic.prompts import Blank
-from faser.traffic.records import Item, Workload
 from faser.traffic.summary import summarize
 from tests.sim.toy import TOY, Known, make_workload, simulate
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from markupsafe import Markup
 
@@ -148,7 +148,7 @@ def line_chart(title: str, lines: Sequence[Line], across: Axis, up: Axis, size: 
 def _line(line: Line, x: Scale, y: Scale) -> list[Markup]:
     """Its bands, strokes and markers."""
     look, parts = line.look, []
-    for run in _unbroken(line.points):
+    for run in (list(run) for known, run in groupby(line.points, lambda point: point.y is not None) if known):
         if len(run) > 1 and all(point.low is not None and point.high is not None for point in run):
             upper = [(x(point.x), y(point.high or 0.0)) for point in run]
             lower = [(x(point.x), y(point.low or 0.0)) for point in reversed(run)]
@@ -165,17 +165,6 @@ def _line_name(line: Line, x: float, y: float, room: float) -> Markup:
     words, kind = shortened(line.name, room), "strong" if line.look.thickness > 2 else None
     whole = tooltip(line.name if words != line.name else "")
     return node("text", words, whole, x=x, y=y, class_=kind, style=f"fill:{line.look.paint}")
-
-
-def _unbroken(points: Sequence[Point]) -> list[list[Point]]:
-    """Runs of points without a missing value."""
-    runs: list[list[Point]] = [[]]
-    for point in points:
-        if point.y is None:
-            runs.append([])
-        else:
-            runs[-1].append(point)
-    return [run for run in runs if run]
 
 
 # ── bars ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -257,10 +246,7 @@ def _cell(part: Part | None, x: float, y: float, width: float) -> Markup:
 
 
 def timeline(title: str, edges: Sequence[float], panels: Sequence[Panel], strip: Trace, size: Size) -> Markup:
-    """Panels of step lines over one time axis; a value holds from one edge to the next.
-
-    The strip is darker where its share is larger.
-    """
+    """Panels of step lines over one time axis, a value from edge to edge; the strip is darker for a larger share."""
     labels = [panel.axis.show(level) for panel in panels for level in _panel_levels(panel)]
     left = 14 + max(map(width_of, labels), default=20.0)
     right = size.width - 10.0

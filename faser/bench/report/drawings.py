@@ -33,8 +33,7 @@ from faser.bench.report.figures import (
 from faser.bench.report.legend import System
 from faser.bench.report.scales import Axis
 from faser.bench.report.svg import Look, Size
-from faser.traffic.document import RunDocument, Spread
-from faser.traffic.records import Moment
+from faser.traffic.document import Moment, RunDocument, Spread
 from faser.traffic.summary import added
 
 MOST_SLICES = 180  # of a time line; more would not be seen
@@ -126,7 +125,7 @@ def positions(results: Results, load: Load) -> Chart | None:
     if not lines:
         return None
     title = "accepted, of those verified"
-    across, up = Axis("position in the draft", tick, whole=True), Axis(title, share_tick, most=1.0)
+    across, up = Axis("position in the draft", tick), Axis(title, share_tick, most=1.0)
     return _both("positions", partial(charts.line_chart, title, lines, across, up), *results.size)
 
 
@@ -182,10 +181,11 @@ def ablation(results: Results, load: Load) -> Chart | None:
     bars = []
     before: float | None = None
     for name in results.document.about.get("ablation") or ():
-        spread = results.spread(by_name[name], load, THROUGHPUT) if name in by_name else None
-        if spread is not None:
+        system = by_name.get(str(name))
+        spread = results.spread(system, load, THROUGHPUT) if system is not None else None
+        if system is not None and spread is not None:
             gain = f"  {100 * (spread.median / before - 1):+.1f}%".replace("-", "−") if before else ""
-            bars.append(_bar(by_name[name], THROUGHPUT, spread, gain))
+            bars.append(_bar(system, THROUGHPUT, spread, gain))
             before = spread.median
     title = "output tokens per second, and the gain over the step before"
     return _both("ablation", partial(charts.bar_chart, title, bars), FULL) if len(bars) > 1 else None
@@ -205,20 +205,16 @@ def timeline(system: System, load: Load, runs: Sequence[RunDocument]) -> Chart |
     rates = tuple(m.emitted / span if span > 0 else None for span, m in zip(spans, moments, strict=True))
     blue, orange = Look("blue"), Look("orange", "5 4")
     lengths = tuple(m.mean_length if m.emitted else None for m in moments)
+    running = Trace("running", blue, tuple(float(m.running) for m in moments), filled=True)
+    waiting = Trace("waiting", orange, tuple(float(m.waiting) for m in moments))
     panels = (
-        Panel(
-            Axis("requests", tick, whole=True),
-            (
-                Trace("running", blue, tuple(float(m.running) for m in moments), filled=True),
-                Trace("waiting", orange, tuple(float(m.waiting) for m in moments)),
-            ),
-        ),
+        Panel(Axis("requests", tick, whole=True), (running, waiting)),
         Panel(Axis("output tokens/s", tick), (Trace("output tokens/s", blue, rates, filled=True),)),
         Panel(Axis("mean length", tick), (Trace("mean length", blue, lengths, filled=True),)),
     )
     strip = Trace("speculating", blue, tuple(m.speculating for m in moments))
     traces = [*(trace for panel in panels for trace in panel.traces), strip]
-    told = [[trace.name, [_rounded(value) for value in trace.values]] for trace in traces]
+    told = [[trace.name, [v if v is None else float(f"{v:.3g}") for v in trace.values]] for trace in traces]
     data = json.dumps({"edges": [round(time, 2) for time in edges], "traces": told}, separators=(",", ":"))
     draw = partial(charts.timeline, f"time line of {system.name} at {load.label}", edges, panels, strip)
     return _both("timeline", draw, FULL, data=data)
@@ -251,7 +247,3 @@ def _merged(moments: Sequence[Moment]) -> Moment:
         mean_length=weighted / sum(bonus) if sum(bonus) else 0.0,
         speculating=sum(moment.speculating for moment in moments) / number,
     )
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.3g}")

@@ -100,8 +100,7 @@ class Load:
 
     @property
     def label(self) -> str:
-        known = self.rate is not None or self.concurrency is not None
-        return f"{self.amount:g} {self.short_unit}" if known else self.short_unit
+        return self.short_unit if self == Load(None, None) else f"{self.amount:g} {self.short_unit}"
 
 
 @dataclass(frozen=True)
