@@ -18,9 +18,8 @@ from faser.policy.base import BatchView
 from faser.policy.early_exit import EarlyExit
 from faser.policy.estimates import expected_tokens, seconds_by_length
 from faser.policy.overlap import Overlap
-from faser.traffic.document import Document
+from faser.traffic.document import Document, Workload
 from faser.traffic.play import Stopped
-from faser.traffic.records import Workload
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from benchmarks.lib.table import integers
 if TYPE_CHECKING:
     from faser.engine.engine import Engine
     from faser.policy import Policy
-    from faser.traffic.document import Document
-    from faser.traffic.records import Workload
+    from faser.traffic.document import Document, Workload
 
 POLICIES = "off,fixed:1..5,table,goodput,ema,adaspec,tetris,nightjar,faser-gp,faser"
 # requests of a closed loop, by concurrency: some seconds each, more where few tokens make the figures noisy

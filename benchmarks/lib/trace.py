@@ -33,8 +33,7 @@ from benchmarks.lib.vllm import VllmEngine, vllm_settings
 if TYPE_CHECKING:
     from faser.bench.systems import PolicySystem
     from faser.engine.engine import Engine
-    from faser.traffic.document import Document
-    from faser.traffic.records import Workload
+    from faser.traffic.document import Document, Workload
     from faser.traffic.workload import Vocabulary, WorkloadOptions
 
 DEFAULTS: dict[str, Any] = {

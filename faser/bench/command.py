@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,23 +23,15 @@ from typing import Any
 from faser.bench.estimate import MARGIN, SIZES, Estimate, calibrate, default_rate, in_words, rounded_up
 from faser.bench.remote import Remote
 from faser.bench.results import read_against, run_document
-from faser.bench.systems import (
-    PolicySystem,
-    RemoteSystem,
-    System,
-    describe_machine,
-    load_engine,
-    load_vocabulary,
-)
+from faser.bench.systems import PolicySystem, RemoteSystem, System, describe_machine, load_engine, load_vocabulary
 from faser.bench.table import render
 from faser.config import API_KEY_VARIABLE, DEFAULT_POLICY, EngineOptions, resolve_draft
 from faser.errors import ConfigError
 from faser.limits import HARD_MAX_LENGTH
 from faser.policy import make_policy
 from faser.progress import progress_bar
-from faser.traffic.document import Document, RunDocument
+from faser.traffic.document import Document, RunDocument, Workload
 from faser.traffic.play import REAL_CLOCK, Clock, Update, never, no_update
-from faser.traffic.records import Workload
 from faser.traffic.summary import Slo, group_runs
 from faser.traffic.traces import Timing
 from faser.traffic.workload import (
@@ -123,7 +114,10 @@ class Asked:
         if args.workload is None:
             check_traffic(traffic, loads)
         else:
-            _refuse_beside_file(args)
+            for option in ("trace", "arrivals", "duration", "span", "scale", "max_prompt", "max_output"):
+                if getattr(args, option) is not None:
+                    name = "--" + option.replace("_", "-")
+                    raise ConfigError(f"{name} makes a workload and --workload reads one; give one of them")
             workload = load_workload(Path(args.workload).expanduser())
         return cls(
             traffic=traffic,
@@ -136,13 +130,6 @@ class Asked:
             warmup=args.warmup,
             is_sized=not any(getattr(args, option) for option in LOAD_OPTIONS),
         )
-
-
-def _refuse_beside_file(args: argparse.Namespace) -> None:
-    for option in ("trace", "arrivals", "duration", "span", "scale", "max_prompt", "max_output"):
-        if getattr(args, option) is not None:
-            name = "--" + option.replace("_", "-")
-            raise ConfigError(f"{name} makes a workload and --workload reads one; give one of them")
 
 
 def _traffic(args: argparse.Namespace) -> WorkloadOptions:
@@ -217,20 +204,18 @@ def _policies(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def expand_policies(text: str) -> tuple[str, ...]:
-    """The policies of a list, by their full names, without duplicates."""
-    names = [name for part in text.split(",") for name in _expanded(part.strip())]
+    """The policies of a list, by their full names, without duplicates; `fixed:1..3` is three."""
+    names: list[str] = []
+    for part in map(str.strip, text.split(",")):
+        found = re.fullmatch(r"(\w+:)(\d+)\.\.(\d+)", part)
+        if found is None:
+            names.append(part)
+            continue
+        first, last = int(found[2]), int(found[3])
+        if not first <= last <= HARD_MAX_LENGTH:
+            raise ConfigError(f"--policies {part}: expected a rising range, to {HARD_MAX_LENGTH} at most")
+        names += [f"{found[1]}{length}" for length in range(first, last + 1)]
     return tuple(dict.fromkeys(make_policy(name).name for name in names))
-
-
-def _expanded(text: str) -> list[str]:
-    """`fixed:1..3` is three policies."""
-    found = re.fullmatch(r"(\w+:)(\d+)\.\.(\d+)", text)
-    if found is None:
-        return [text]
-    first, last = int(found[2]), int(found[3])
-    if not first <= last <= HARD_MAX_LENGTH:
-        raise ConfigError(f"--policies {text}: expected a rising range, to {HARD_MAX_LENGTH} at most")
-    return [f"{found[1]}{length}" for length in range(first, last + 1)]
 
 
 # ── playing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -296,7 +281,11 @@ class Session:
         total, ended = sum(len(workload.items) for _, workload, _, _ in turns), 0
         with progress_bar(f"playing {len(turns)} runs") as move:
             for load, workload, repeat, system in turns:
-                self._play_one(load, workload, repeat, system, partial(_move, move, ended, total))
+
+                def update(count: int, before: int = ended) -> None:
+                    move(before + count, total)
+
+                self._play_one(load, workload, repeat, system, update)
                 ended += len(workload.items)
                 if self.interrupts():
                     return
@@ -370,15 +359,8 @@ def _say(text: str) -> None:
     print(f"faser: {text}", file=sys.stderr)
 
 
-def _move(move: Callable[[int, int], None], before: int, total: int, ended: int) -> None:
-    move(before + ended, total)
-
-
-def bench(args: argparse.Namespace, engine_fields: Mapping[str, Any]) -> int:
-    """Returns the exit status: 128 + number after a signal, 1 if a system answered no request, else 0.
-
-    `engine_fields` are those of EngineOptions.
-    """
+def bench(args: argparse.Namespace, engine_fields: Mapping[str, Any]) -> int:  # fields of EngineOptions
+    """Returns the exit status: 128 + number after a signal, 1 if a system answered no request, else 0."""
     with _handling(_end_now, signal.SIGTERM):  # before anything is measured
         asked = Asked.of(args)
         write_report = prepare_results(args)
@@ -420,14 +402,19 @@ def play_and_report(
 ) -> int:
     """Play a session, print and write its results, with a `remark` below the table. Returns the exit status."""
     asked, loads = session.asked, [load for load, _ in session.played]
-    given = [run for other in asked.against for run in _read(other, loads, asked.slo)]
+    given: list[RunDocument] = []
+    for other in asked.against:
+        given += [] if other.path is None else read_against(other.path, other.name, loads, asked.slo)
 
     def finish() -> None:
         document = _document(args, session, about, given)
         if args.out is not None:
             document.save(Path(args.out).expanduser())
         try:
-            _print(document, _reference(asked, document), remark)
+            print(render(document, _reference(asked, document)), end="\n\n")
+            if remark is not None:
+                print(remark(document), end="\n\n")
+            print(json.dumps(document.without_details().to_dict()), flush=True)
         finally:  # last, because a browser takes seconds to draw; also after a broken pipe
             if write_report is not None:
                 write_report(Path(args.report).expanduser(), document)
@@ -442,29 +429,18 @@ def play_and_report(
             raise
         if session.runs:
             finish()
-    if session.interrupts.signal is not None:
-        return _report_interrupted(session.interrupts.signal, kept=bool(session.runs))
+    number = session.interrupts.signal
+    if number is not None:
+        word = "interrupted" if number == signal.SIGINT else "terminated"
+        _say(word + ("; the runs measured so far are kept" if session.runs else ""))
+        return 128 + number
     return FAILED if any(run.summary["requests"] == run.summary["lost"] for run in session.runs) else 0
-
-
-def _print(document: Document, reference: str | None, remark: Callable[[Document], str] | None) -> None:
-    print(render(document, reference), end="\n\n")
-    if remark is not None:
-        print(remark(document), end="\n\n")
-    print(json.dumps(document.without_details().to_dict()), flush=True)
-
-
-def _report_interrupted(number: int, *, kept: bool) -> int:
-    word = "interrupted" if number == signal.SIGINT else "terminated"
-    _say(word + ("; the runs measured so far are kept" if kept else ""))
-    return 128 + number
 
 
 def _document(
     args: argparse.Namespace, session: Session, about: Mapping[str, Any], given: Sequence[RunDocument]
 ) -> Document:
-    slo = session.asked.slo
-    runs = (*session.runs, *given)
+    slo, runs = session.asked.slo, (*session.runs, *given)
     return Document(
         command=("faser", *_without_secrets(args.command_line)),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -486,21 +462,14 @@ def _systems(
     if args.url is not None:
         remote = _remote(args, args.url)
         about: dict[str, Any] = {"url": args.url, "model": remote.model, "draft": None, "device": "of the server"}
-        vocabulary = None
-        if asked.workload is None:
-            vocabulary = load_vocabulary(args.model, remote.max_model_len, chat)
+        vocabulary = load_vocabulary(args.model, remote.max_model_len, chat) if asked.workload is None else None
         return [RemoteSystem(remote, remote.name), *further], vocabulary, about
     # An engine has a profile only if the policy it is built with needs one; later policies may.
-    policy = next((name for name in asked.policies if _needs_cost(name)), asked.policies[0])
-    fields = {**engine_fields, "policy": policy, "acceptance": args.acceptance, "profiling": "full"}
-    options = EngineOptions(**fields)
+    policy = next((name for name in asked.policies if make_policy(name).needs_cost), asked.policies[0])
+    options = EngineOptions(**{**engine_fields, "policy": policy, "acceptance": args.acceptance, "profiling": "full"})
     loaded = load_engine(args.model, args.draft, options, chat)
     own: list[System] = [PolicySystem(loaded.engine, name, args.temperature) for name in asked.policies]
     return [*own, *further], loaded.vocabulary, loaded.about
-
-
-def _needs_cost(policy: str) -> bool:
-    return make_policy(policy).needs_cost
 
 
 def _remote(args: argparse.Namespace, url: str) -> Remote:
@@ -520,13 +489,7 @@ def make_workloads(asked: Asked, vocabulary: Vocabulary | None) -> list[tuple[Lo
     else:
         assert vocabulary is not None
         made = [(load, make_workload(asked.traffic, load, vocabulary)) for load in asked.loads]
-    return [(_named_load(load, workload), workload) for load, workload in made]
-
-
-def _named_load(load: Load, workload: Workload) -> Load:
-    if load.rate is not None or load.concurrency is not None:
-        return load
-    return Load(rate=mean_rate(workload.items))
+    return [(Load(mean_rate(workload.items)) if load == Load() else load, workload) for load, workload in made]
 
 
 def _save_all(played: Sequence[tuple[Load, Workload]], path: Path) -> None:
@@ -554,10 +517,6 @@ def prepare_results(args: argparse.Namespace) -> ReportWriter | None:
     from faser.bench.report.page import write_report
 
     return write_report
-
-
-def _read(other: Other, loads: Sequence[Load], slo: Slo | None) -> list[RunDocument]:
-    return [] if other.path is None else read_against(other.path, other.name, loads, slo)
 
 
 def _reference(asked: Asked, document: Document) -> str | None:

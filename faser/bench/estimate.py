@@ -13,8 +13,8 @@ from itertools import cycle, islice
 
 import numpy as np
 
+from faser.traffic.document import Item, Record, Run, Workload
 from faser.traffic.play import warm_ups_of
-from faser.traffic.records import Item, Run, Workload
 
 SIZES = (1, 4, 16, 64, 256)  # requests at once in a calibration
 PAYS = 1.3  # a size pays if requests per second grow by this factor
@@ -39,15 +39,12 @@ class Pace:
 
 
 def calibrate(play: Callable[[Workload], Run], items: Sequence[Item]) -> tuple[Pace, ...]:
-    """Play SIZES requests at once until a larger size does not pay or would take too long.
-
-    Returns the paces, smallest size first; none if no request was answered.
-    """
+    """The paces at SIZES, until a larger size does not pay or would take too long; none if nothing was answered."""
     paces: list[Pace] = []
     endless, spent = cycle(items), 0.0
     for size in SIZES:
         runs = [play(Workload(_short(islice(endless, size), tokens))) for tokens in (1, MOST_OUTPUT)]
-        pace = _pace(size, *map(_Totals.of, runs))
+        pace = _pace(size, *runs)
         if pace is None:
             break
         paces.append(pace)
@@ -66,51 +63,34 @@ def _short(items: Iterable[Item], most_output: int) -> tuple[Item, ...]:
     )
 
 
-@dataclass(frozen=True)
-class _Totals:
-    """Sums over the requests that were answered."""
-
-    requests: int
-    prompt: int
-    output: int
-    seconds: float
-    rate: float  # tokens per second after the first token, summed over requests
-
-    @classmethod
-    def of(cls, run: Run) -> _Totals:
-        requests = prompt = output = 0
-        last = rate = 0.0
-        for record in run.records:
-            if record.first is not None and record.end is not None and record.error is None:
-                requests, prompt, output = requests + 1, prompt + record.num_prompt, output + record.num_tokens
-                last = max(last, record.end)
-                rate += (record.num_tokens - 1) / (record.end - record.first) if record.end > record.first else 0.0
-        return cls(requests, prompt, output, last, rate)
+def _answered(run: Run) -> list[tuple[Record, float, float]]:
+    """The requests that were answered, with the times of their first and last tokens."""
+    kept = ((record, record.first, record.end) for record in run.records if record.error is None)
+    return [(record, first, end) for record, first, end in kept if first is not None and end is not None]
 
 
-def _pace(size: int, first: _Totals, whole: _Totals) -> Pace | None:
-    """`first` has one token for each request, so its seconds are those of the prompts; `whole` also decodes.
+def _pace(size: int, prompts: Run, whole: Run) -> Pace | None:
+    """`prompts` has one token for each request, so its seconds are those of the prompts; `whole` also decodes.
 
     Decoding is estimated in two ways and the slower counts: from the extra seconds of `whole`, which are noisy if
     prompts take most of the time, and from the rates of its requests, which are too high if some had to wait.
     """
-    if not first.seconds or not whole.seconds:
+    short, long = _answered(prompts), _answered(whole)
+    prompt_seconds, seconds = (max((end for _, _, end in found), default=0.0) for found in (short, long))
+    if not prompt_seconds or not seconds:
         return None
-    prompt = first.prompt / first.seconds
-    decoding = whole.seconds - whole.prompt / prompt
-    longer = (whole.output - whole.requests) / decoding if decoding > 0 else math.inf
-    return Pace(size, prompt, min(longer or math.inf, whole.rate or math.inf))
+    prompt = sum(record.num_prompt for record, _, _ in short) / prompt_seconds
+    decoding = seconds - sum(record.num_prompt for record, _, _ in long) / prompt
+    later = sum(record.num_tokens - 1 for record, _, _ in long)  # tokens after the first
+    rate = sum((record.num_tokens - 1) / (end - first) for record, first, end in long if end > first)
+    return Pace(size, prompt, min(later / decoding if later and decoding > 0 else math.inf, rate or math.inf))
 
 
 def default_rate(paces: Sequence[Pace], items: Sequence[Item]) -> float:
-    """Requests per second: LOAD of the system's capacity for these requests, in two digits."""
-    capacity = max(len(items) / pace.seconds(items) for pace in paces)
-    return _floored(LOAD * capacity)
-
-
-def _floored(value: float) -> float:
-    power = 10.0 ** (math.floor(math.log10(value)) - 1)
-    return float(f"{math.floor(value / power * (1 + 1e-9)) * power:.2g}")
+    """Requests per second: LOAD of the system's capacity for these requests, rounded down to two digits."""
+    rate = LOAD * max(len(items) / pace.seconds(items) for pace in paces)
+    power = 10.0 ** (math.floor(math.log10(rate)) - 1)
+    return float(f"{math.floor(rate / power * (1 + 1e-9)) * power:.2g}")
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from faser.bench.client import Answer, Connection, events, request_head
 from faser.errors import ConfigError, RemoteError
+from faser.traffic.document import Item, Record, Run, Workload
 from faser.traffic.play import Stopped, Update, never, no_update, seconds_of
-from faser.traffic.records import Item, Record, Run, Workload
 
 CONNECT_SECONDS = 10.0
 CLOSING_SECONDS = 5.0  # for open requests when a run is interrupted
@@ -36,7 +36,6 @@ class Remote:
     model: str = ""
     max_model_len: int | None = None  # if the server reports it
     takes_ignore_eos: bool = True  # until the server refuses it
-    _base: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
         try:
@@ -47,11 +46,7 @@ class Remote:
         if not valid:
             raise ConfigError(f"{self.url}: expected an address like http://127.0.0.1:8000")
         self._base = parts.path.rstrip("/").removesuffix("/v1")
-        self._host = parts.netloc.rpartition("@")[2]
-
-    @property
-    def name(self) -> str:
-        return self._host
+        self.name = parts.netloc.rpartition("@")[2]  # its host
 
     def connect(self) -> None:
         """Raises RemoteError if nothing answers, or not with the OpenAI API."""
@@ -83,7 +78,7 @@ class Remote:
         headers = {"Connection": "close"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
-        return request_head(method, self._base + path, size, headers, self._host)
+        return request_head(method, self._base + path, size, headers, self.name)
 
     def body_of(self, index: int, item: Item) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -218,7 +213,9 @@ class _Play:
             task.cancel()
         if pending:
             await asyncio.wait(pending, timeout=CLOSING_SECONDS)
-        return self._result(system, wall, partial)
+        items = self._workload.items
+        records = tuple(seen.record(index, items[index]) for index, seen in sorted(self._seen.items()))
+        return Run(system, records, seconds_of(records, wall), partial=partial)
 
     async def _send_when_due(self, index: int, item: Item) -> None:
         await asyncio.sleep(max(0.0, item.arrival - self._now()))
@@ -241,11 +238,6 @@ class _Play:
         except _FAILURES as error:
             seen.error = _reason(error)
         self._num_ended += 1
-
-    def _result(self, system: str, wall: float, partial: bool) -> Run:
-        items = self._workload.items
-        records = tuple(seen.record(index, items[index]) for index, seen in sorted(self._seen.items()))
-        return Run(system, records, seconds_of(records, wall), partial=partial)
 
 
 def _reason(error: BaseException) -> str:

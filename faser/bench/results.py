@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from faser.errors import ConfigError
-from faser.traffic.document import FIGURES, Document, RunDocument
-from faser.traffic.records import Record, Run
+from faser.traffic.document import FIGURES, Document, Record, Run, RunDocument
 from faser.traffic.summary import Slo, categories, summarize
 from faser.traffic.workload import Load
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -20,12 +19,11 @@ from faser.cost.profile import Profile
 from faser.errors import ConfigError
 from faser.sim.cluster import play_cluster
 from faser.sim.fluid import play_fluid
-from faser.sim.oracle import Acceptance, Oracle, parse_acceptance
+from faser.sim.oracle import Acceptance, parse_acceptance
 from faser.sim.replica import Machine, load_profile, make_replica
 from faser.sim.throughput import ThroughputTable, measure_throughput
-from faser.traffic.document import Document, RunDocument
+from faser.traffic.document import Document, Run, RunDocument, Workload
 from faser.traffic.play import Stopped, Update, play
-from faser.traffic.records import Run, Workload
 from faser.traffic.workload import Vocabulary
 
 MAX_EXACT_REPLICAS = 16  # more than this are simulated as a flow, not step by step
@@ -120,15 +118,12 @@ class SimulatedSystem:
         if self.num_replicas > MAX_EXACT_REPLICAS:
             return self._play_fluid(workload, stopped, update)
         oracle = self.acceptance.oracle([item.category for item in workload.items], seed)
-        if self.num_replicas == 1:
-            return self._play_one(workload, oracle, seed, stopped, update)
         replicas = [make_replica(self.machine, self.name, oracle, seed + number) for number in range(self.num_replicas)]
-        return play_cluster(replicas, workload, self.name, stopped=stopped, update=update)
-
-    def _play_one(self, workload: Workload, oracle: Oracle, seed: int, stopped: Stopped, update: Update) -> Run:
-        replica = make_replica(self.machine, self.name, oracle, seed)
-        run = play(replica.engine, workload, self.name, clock=replica.time.clock, stopped=stopped, update=update)
-        return replace(run, about={"preemptions": replica.engine.scheduler.num_preemptions})
+        if self.num_replicas > 1:
+            return play_cluster(replicas, workload, self.name, stopped=stopped, update=update)
+        engine, clock = replicas[0].engine, replicas[0].time.clock
+        run = play(engine, workload, self.name, clock=clock, stopped=stopped, update=update)
+        return replace(run, about={"preemptions": engine.scheduler.num_preemptions})
 
     def _play_fluid(self, workload: Workload, stopped: Stopped, update: Update) -> Run:
         if workload.concurrency is not None:
@@ -152,11 +147,9 @@ def per_gpu_table(document: Document) -> str:
             found.setdefault(run.group, []).append(run)
     rows = [("per GPU", "load", "tok/s", "busy %")]
     for (system, rate, concurrency), runs in found.items():
-        tokens, busy = (_median(runs, name) for name in ("output_tokens_per_s_per_gpu", "busy_share"))
+        tokens, busy = (
+            median(run.about[name] or 0.0 for run in runs) for name in ("output_tokens_per_s_per_gpu", "busy_share")
+        )
         load = f"{shown_rate(rate)}/s" if rate is not None else f"{concurrency} open"
         rows.append((system, load, f"{tokens:.1f}", f"{100 * busy:.1f}"))
     return aligned(rows)
-
-
-def _median(runs: Sequence[RunDocument], name: str) -> float:
-    return median(run.about[name] or 0.0 for run in runs)

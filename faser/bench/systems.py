@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -19,9 +18,9 @@ from faser.config import EngineOptions, draft_name
 from faser.engine.engine import Engine
 from faser.errors import EngineError
 from faser.machine import processor_name
+from faser.traffic.document import Run, Workload
 from faser.traffic.play import REAL_CLOCK, Clock, Stopped, Update, play, set_policy, warm_ups_of
-from faser.traffic.prompts import Encode, enclosing_tokens
-from faser.traffic.records import Run, Workload
+from faser.traffic.prompts import enclosing_tokens
 from faser.traffic.workload import Vocabulary
 
 
@@ -98,25 +97,22 @@ class Loaded:
 
 
 def load_engine(model: str | None, draft: str | None, options: EngineOptions, chat: bool) -> Loaded:
+    import torch
+
     from faser.build import build_engine, load_pair
     from faser.models.source import open_target
 
     source = open_target(model)
     pair = load_pair(model, draft, options)
+    kind = pair.target.device.type
     engine = build_engine(pair.target, pair.draft, options, pair.tokenizer)
-    encode = None if pair.tokenizer is None else partial(pair.tokenizer.encode, add_special_tokens=False)
     return Loaded(
         engine,
-        Vocabulary(
-            pair.target.config.vocab_size,
-            engine.scheduler.limits.max_model_len,
-            encode,
-            _around(source, encode) if chat else ([], []),
-        ),
+        _vocabulary(source, pair.tokenizer, engine.scheduler.limits.max_model_len, chat),
         {
             "model": Path(model or source.path).name,
             "draft": draft_name(model, draft),
-            "device": _device_name(pair.target.device.type),
+            "device": torch.cuda.get_device_name() if kind == "cuda" else kind,
             "dtype": str(pair.target.dtype).removeprefix("torch."),
             "max_running": engine.scheduler.limits.max_running,
             "prefix_caching": options.prefix_caching,
@@ -130,28 +126,22 @@ def load_vocabulary(model: str | None, max_model_len: int | None, chat: bool) ->
     from faser.models.source import open_target
 
     source = open_target(model)
-    tokenizer = source.tokenizer()
-    encode = None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
     most = min(max_model_len or source.config.max_positions, source.config.max_positions)
-    return Vocabulary(source.config.vocab_size, most, encode, _around(source, encode) if chat else ([], []))
+    return _vocabulary(source, source.tokenizer(), most, chat)
 
 
-def _around(source: Any, encode: Encode | None) -> tuple[list[int], list[int]]:
-    template = source.chat_template(None)
-    return ([], []) if template is None or encode is None else enclosing_tokens(template.render, encode)
+def _vocabulary(source: Any, tokenizer: Any, max_model_len: int, chat: bool) -> Vocabulary:
+    if tokenizer is None:
+        return Vocabulary(source.config.vocab_size, max_model_len, None)
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    template = source.chat_template(None) if chat else None
+    around = ([], []) if template is None else enclosing_tokens(template.render, encode)
+    return Vocabulary(source.config.vocab_size, max_model_len, encode, around)
 
 
-def _device_name(kind: str) -> str:
-    if kind != "cuda":
-        return kind
-    import torch
-
-    return str(torch.cuda.get_device_name())
-
-
-def describe_machine(packages: Sequence[str] = ("faser", "torch")) -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     versions = {"python": platform.python_version()}
-    for package in packages:
+    for package in ("faser", "torch"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:

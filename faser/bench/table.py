@@ -43,16 +43,13 @@ def render(document: Document, reference: str | None) -> str:
         _table([g for g in document.groups if (g.rate, g.concurrency) == load], reference, _title(*load))
         for load in loads
     ]
-    notes = [f"{BEST} best of its column; medians of the repeats" if _repeats(document) > 1 else f"{BEST} best"]
+    repeated = any(group.repeats > 1 for group in document.groups)
+    notes = [f"{BEST} best of its column; medians of the repeats" if repeated else f"{BEST} best"]
     if reference is not None:
         notes.append(f"×: throughput and latency per token against {reference}, above 1 is better")
     if any(group.partial for group in document.groups):
         notes.append("(partial): interrupted")
     return "\n\n".join([*tables, "; ".join(notes)])
-
-
-def _repeats(document: Document) -> int:
-    return max((group.repeats for group in document.groups), default=0)
 
 
 def _title(rate: float | None, concurrency: int | None) -> str:

@@ -7,16 +7,15 @@ computed, so that the router knows no more than a real one.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from math import inf
 
-from faser.arrays import IntArray
 from faser.request import Progress
 from faser.sim.replica import Replica
+from faser.traffic.document import Run, Workload
 from faser.traffic.play import Ledger, Stopped, Update, never, no_update, seconds_of
-from faser.traffic.records import Run, Workload
+from faser.traffic.summary import added
 
 
 class Router:
@@ -140,13 +139,9 @@ class _Cluster:
                 "host": max(0.0, busy - draft - verify),
                 "idle": max(0.0, len(stats) * wall - busy),
             },
-            verified_per_position=_added(each.verified_per_position for each in stats),
-            accepted_per_position=_added(each.accepted_per_position for each in stats),
+            verified_per_position=added(each.verified_per_position.tolist() for each in stats),
+            accepted_per_position=added(each.accepted_per_position.tolist() for each in stats),
             context_rows=sum(each.context_rows for each in stats),
             partial=partial,
         )
         return per_gpu(run, len(stats), busy, wall)
-
-
-def _added(counts: Iterable[IntArray]) -> tuple[int, ...]:
-    return tuple(map(sum, zip_longest(*(each.tolist() for each in counts), fillvalue=0)))

@@ -6,6 +6,7 @@ step that is submitted while another runs begins when that one ends.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,11 +18,33 @@ from faser.arrays import FloatArray, IntArray
 from faser.cost.profiled_cost import ProfiledCost
 from faser.limits import HARD_MAX_LENGTH, Limits
 from faser.rules.stopping import Stopping, WatchedPlan
-from faser.sim.clock import VirtualTime
 from faser.sim.oracle import Oracle
 from faser.step import Admission, Settling, StepPlan, StepResult, StepSeconds
+from faser.traffic.play import Clock
 
 Watch = Callable[[StepPlan, StepResult], None]  # called with every step
+
+
+class VirtualTime:
+    """Seconds from 0, which pass only when told to. An engine, its executor and the player of requests share one."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def now(self) -> float:
+        return self._seconds
+
+    def reach(self, seconds: float) -> None:
+        """Advance to `seconds`; never backwards."""
+        self._seconds = max(self._seconds, seconds)
+
+    def sleep(self, seconds: float) -> None:
+        """Advances by at least one float step: a sleep too short to be added would repeat forever."""
+        self._seconds = max(self._seconds + seconds, math.nextafter(self._seconds, math.inf))
+
+    @property
+    def clock(self) -> Clock:
+        return Clock(self.now, self.sleep)
 
 
 def no_noise() -> float:

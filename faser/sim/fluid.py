@@ -16,8 +16,8 @@ from faser.errors import RequestTooLong
 from faser.sim.cluster import Router, per_gpu
 from faser.sim.replica import Machine
 from faser.sim.throughput import ThroughputTable
+from faser.traffic.document import Item, Record, Run, Workload
 from faser.traffic.play import Stopped, Update, never, no_update, seconds_of
-from faser.traffic.records import Item, Record, Run, Workload
 
 ALMOST = 1e-6  # tokens: what rounding may leave of a request
 SEEN_AFTER = 0.5  # steps, on average, from an arrival to the end of the running step
@@ -35,23 +35,10 @@ class _Requests:
         self.num_ended = 0
 
 
-class _Tables:
-    """A ThroughputTable as lists, which are faster to index than arrays; all replicas share it."""
-
-    def __init__(self, table: ThroughputTable) -> None:
-        self.step: list[float] = table.step.tolist()
-        self.rate: list[float] = (table.gain / table.step).tolist()  # tokens per second
-        self.prompt_step: list[float] = table.prompt_step.tolist()
-        self.prompt_row: list[float] = table.prompt_row.tolist()
-        self.prompt_gain: list[float] = table.prompt_gain.tolist()
-        self.prompt_width: list[float] = table.prompt_width.tolist()
-        self.late_row: list[float] = table.late_row.tolist()
-
-
 class _Replica:
     """One GPU. `next_event` is the time of its next event if no request arrives before."""
 
-    def __init__(self, machine: Machine, tables: _Tables, requests: _Requests) -> None:
+    def __init__(self, machine: Machine, table: ThroughputTable, requests: _Requests) -> None:
         self.next_event = inf
         self.busy = 0.0
         self._requests = requests
@@ -60,7 +47,7 @@ class _Replica:
         self._max_seconds = machine.max_step_ms / 1e3 or inf
         self._free_tokens = machine.num_pages * machine.page_size
         self._planned = 1 if machine.runs_ahead else 0  # steps already planned when one ends
-        self._tables = tables
+        self._table = table
         self._time = 0.0  # simulated up to here
         self._given = 0.0  # tokens of a request that has decoded since second 0
         self._decoding: list[tuple[float, int]] = []  # heap: (value of `_given` at which it ends, request)
@@ -73,7 +60,7 @@ class _Replica:
 
     def send(self, request: int, now: float) -> None:
         size = len(self._decoding)
-        step = self._tables.step[size]
+        step = self._table.step[size]
         if self._in_step:
             ready = self.next_event + step * self._planned
         else:
@@ -96,7 +83,7 @@ class _Replica:
 
     def _flow(self, now: float) -> None:
         if self._decoding:
-            self._given += (now - self._time) * self._tables.rate[len(self._decoding)]
+            self._given += (now - self._time) * self._table.rate(len(self._decoding))
             self.busy += now - self._time
         self._time = now
 
@@ -120,28 +107,27 @@ class _Replica:
 
     def _begin(self) -> None:
         """Start a step with prompts if there are any; else decode until a request ends or can join."""
-        size, tables = len(self._decoding), self._tables
-        room = int(self._max_rows - size * tables.prompt_width[size])
-        room = min(room, self._fitting_rows(size))
+        size, table = len(self._decoding), self._table
+        room = min(int(self._max_rows - size * table.prompt_width[size]), self._fitting_rows(size))
         self._admit(room - sum(rest for _, rest in self._reading))
         if self._reading:
             rows = self._take_rows(max(room, 1))
-            seconds = tables.prompt_step[size] + rows * tables.prompt_row[size] + self._owed
-            self._hold(seconds, tables.prompt_gain[size])
-            self._owed = rows * tables.late_row[size]
+            seconds = table.prompt_step[size] + rows * table.prompt_row[size] + self._owed
+            self._hold(seconds, table.prompt_gain[size])
+            self._owed = rows * table.late_row[size]
             return
         if self._owed:
             self._hold(self._owed, 0.0)
             self._owed = 0.0
             return
-        ends = self._time + (self._decoding[0][0] - self._given) / tables.rate[size] if size else inf
+        ends = self._time + (self._decoding[0][0] - self._given) / table.rate(size) if size else inf
         ready = self._waiting[0][0] if self._waiting else inf
         self.next_event = min(ends, ready if ready > self._time else inf)
 
     def _fitting_rows(self, size: int) -> int:
         """Prompt rows that fit into the bound on a step's seconds, beside `size` decoding requests."""
-        seconds = self._max_seconds * (1.0 if size else ALONE) - self._tables.prompt_step[size] - self._owed
-        row = self._tables.prompt_row[size]
+        seconds = self._max_seconds * (1.0 if size else ALONE) - self._table.prompt_step[size] - self._owed
+        row = self._table.prompt_row[size]
         return self._max_rows if seconds == inf or not row else max(GPU.least_rows, int(seconds / row))
 
     def _hold(self, seconds: float, gain: float) -> None:
@@ -194,12 +180,10 @@ class _Fluid:
         self._machine = machine
         self._workload = workload
         self._requests = _Requests(workload)
-        tables = _Tables(table)
-        self._replicas = [_Replica(machine, tables, self._requests) for _ in range(num_replicas)]
+        self._replicas = [_Replica(machine, table, self._requests) for _ in range(num_replicas)]
         self._router = Router(num_replicas)
-        self._events: list[
-            tuple[float, int]
-        ] = []  # heap: (time, replica); outdated if the replica's next event differs
+        # heap: (time, replica); outdated if the replica's next event differs
+        self._events: list[tuple[float, int]] = []
         self._errors: dict[int, str] = {}
         self._now = 0.0
 

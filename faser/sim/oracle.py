@@ -11,6 +11,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from faser.arrays import FloatArray, IntArray
 from faser.errors import ConfigError
-from faser.traffic.document import Category, Document
+from faser.traffic.document import Document
 
 Flags = NDArray[np.bool_]
 
@@ -203,34 +204,21 @@ def rate_of(accepted: int, lengths: Mapping[int, int]) -> float:
     return (low + high) / 2
 
 
-@dataclass
-class _Counts:
-    """Accepted tokens and steps by length, over several runs."""
-
-    accepted: int = 0
-    lengths: Counter[int] = field(default_factory=Counter)
-
-    def add(self, found: Category) -> None:
-        if found.verified and found.accepted is not None:
-            self.accepted += found.accepted
-            self.lengths.update({length: count for length, count in enumerate(found.lengths) if length})
-
-    def rate(self) -> float | None:
-        return rate_of(self.accepted, self.lengths) if self.lengths else None
-
-
 def draw_like(document: Document, spread: float = 0.0) -> Draw:
     """The acceptance rates, by category, of the runs of a document. Raises ConfigError if none drafted."""
-    whole, found = _Counts(), dict[str, _Counts]()
+    accepted: Counter[str] = Counter()  # by category
+    lengths: dict[str, Counter[int]] = {}  # steps by length, by category
     for run in document.runs:
-        for name, category in run.categories.items():
-            whole.add(category)
-            found.setdefault(name, _Counts()).add(category)
-    mean = whole.rate()
-    if mean is None:
+        for name, found in run.categories.items():
+            if found.verified and found.accepted is not None:
+                accepted[name] += found.accepted
+                steps = {length: count for length, count in enumerate(found.lengths) if length and count}
+                lengths.setdefault(name, Counter()).update(steps)
+    whole = sum(lengths.values(), Counter[int]())
+    if not whole:
         raise ConfigError("no run of it reports accepted drafts by length; play one with fixed:K")
-    rates = {name: rate for name, counts in found.items() if (rate := counts.rate()) is not None}
-    return Draw(mean, spread, by_category=rates)
+    rates = {name: rate_of(accepted[name], steps) for name, steps in lengths.items() if steps}
+    return Draw(rate_of(accepted.total(), whole), spread, by_category=rates)
 
 
 # ── by name ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -252,25 +240,17 @@ def parse_acceptance(text: str) -> Acceptance:
 
 def _like_file(text: str) -> Draw:
     """`FILE` or `FILE:SPREAD`."""
-    name, _, spread = text.rpartition(":")
-    path = Path(text).expanduser()
-    if not path.is_file() and name and _is_number(spread):
-        path = Path(name).expanduser()
+    path, spread = Path(text).expanduser(), 0.0
+    if not path.is_file():
+        name, _, number = text.rpartition(":")
+        with suppress(ValueError):
+            path, spread = Path(name).expanduser(), float(number)
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
         last = json.loads([line for line in lines if line.strip()][-1])
     except (OSError, ValueError, IndexError) as error:
         raise ConfigError(f"--acceptance {text}: cannot be read ({error}); expected {EXPECTED}") from None
     try:
-        document = Document.from_dict(last if isinstance(last, dict) else {})
-        return draw_like(document, float(spread) if path != Path(text).expanduser() else 0.0)
+        return draw_like(Document.from_dict(last if isinstance(last, dict) else {}), spread)
     except ConfigError as error:
         raise ConfigError(f"--acceptance {text}: {error}") from None
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

@@ -5,27 +5,31 @@ Puts the parts together. A `Machine` holds the options, the same for every repli
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 
+from faser.arrays import IntArray
 from faser.cost.profile import Profile
 from faser.cost.profiled_cost import ProfiledCost
 from faser.engine.engine import Engine
 from faser.engine.pages import PagePool
 from faser.engine.prompt_pace import GPU, StepPace
+from faser.engine.reporter import Reporter
 from faser.engine.scheduler import Scheduler
 from faser.errors import ConfigError, RequestTooLong
 from faser.limits import Limits
 from faser.policy import make_policy
 from faser.policy.overlap import Overlap
-from faser.sim.clock import VirtualTime
-from faser.sim.executor import Noise, SimExecutor, Watch, no_noise
+from faser.request import Progress
+from faser.sim.executor import Noise, SimExecutor, VirtualTime, Watch, no_noise
 from faser.sim.oracle import Oracle
-from faser.sim.quiet import QuietReporter
-from faser.step import StepPlan, StepSeconds
+from faser.step import StepPlan, StepResult, StepSeconds
 
 PROFILES = Path(__file__).parent / "profiles"
+NOBODY = ""  # no request has this id
 
 
 def load_profile(name: str) -> Profile:
@@ -58,7 +62,7 @@ class Machine:
         for name in ("max_running", "max_batch_tokens", "max_model_len", "kv_tokens", "page_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"{_option(name)} {value}: expected an integer of at least 1")
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: expected an integer of at least 1")
         if self.max_running > self.max_batch_tokens:
             raise ConfigError(
                 f"--max-running {self.max_running} exceeds --max-batch-tokens {self.max_batch_tokens}: every running "
@@ -86,10 +90,6 @@ class Machine:
             raise RequestTooLong(f"{num_prompt} prompt tokens + {num_output} = {total}, but a replica takes {most}")
 
 
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 @dataclass(frozen=True)
 class Replica:
     """An engine and its time."""
@@ -111,11 +111,25 @@ class _IdleCost(_SilentCost):
     def learn(self, plan: StepPlan, spent: StepSeconds, seconds: float) -> None: ...
 
 
+class _QuietReporter(Reporter):
+    """Saves the time of reporting one more token of each request in every step, which nobody reads.
+
+    The tokens of requests that neither begin nor end in a step are reported together.
+    """
+
+    def report(self, slots: IntArray, emitted: IntArray, result: StepResult) -> Iterator[Progress]:
+        known = self.slots.num_known[slots]
+        begins = known - emitted == self.slots.num_prompt[slots]
+        told = (emitted > 0) & (begins | (known >= self.slots.end[slots]))
+        count = int(emitted[told].sum())
+        yield from super().report(slots[told], emitted[told], replace(result, token_ids=result.token_ids[:count]))
+        yield Progress(NOBODY, [0] * (result.token_ids.size - count), None, None)
+
+
 def make_replica(machine: Machine, policy: str, oracle: Oracle, seed: int = 0, watch: Watch | None = None) -> Replica:
     """Empty, at second 0, under a policy that has learned nothing. `seed` is that of the noise."""
     chosen, limits, time = make_policy(policy), machine.limits, VirtualTime()
-    goes_by_cost = chosen.needs_cost
-    cost = _SilentCost(machine.profile) if goes_by_cost else _IdleCost(machine.profile)
+    cost = _SilentCost(machine.profile) if chosen.needs_cost else _IdleCost(machine.profile)
     executor = SimExecutor(
         limits,
         ProfiledCost(machine.profile),
@@ -125,21 +139,20 @@ def make_replica(machine: Machine, policy: str, oracle: Oracle, seed: int = 0, w
         noise=Noise(machine.noise, seed) if machine.noise else no_noise,
         watch=watch,
     )
+    pool = partial(
+        PagePool, machine.num_pages, machine.page_size, machine.max_running, machine.max_model_len, caching=False
+    )
     pacing = replace(GPU, row_sizes=machine.profile.prompts.sizes)
     scheduler = Scheduler(
         limits,
         chosen,
-        _pool(machine),
-        _pool(machine),
+        pool(),
+        pool(),
         speculates=chosen.max_length > 0,
         prefix_caching=False,
-        cost=cost if goes_by_cost else None,
+        cost=cost if chosen.needs_cost else None,
         overlap=None if machine.overlap == "off" else Overlap(machine.overlap),
         pace=StepPace(machine.max_step_ms / 1e3, pacing) if machine.max_step_ms else None,
-        reporter=QuietReporter,
+        reporter=_QuietReporter,
     )
     return Replica(Engine(scheduler, executor, time.now, cost), time)
-
-
-def _pool(machine: Machine) -> PagePool:
-    return PagePool(machine.num_pages, machine.page_size, machine.max_running, machine.max_model_len, caching=False)

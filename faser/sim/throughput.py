@@ -7,18 +7,17 @@ prompts add to it. fluid.py simulates a thousand replicas with these tables.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from faser.arrays import FloatArray
 from faser.cost.profiled_cost import ProfiledCost
 from faser.errors import ConfigError
 from faser.sim.oracle import Acceptance
 from faser.sim.replica import Machine, make_replica
 from faser.step import StepPlan, StepResult
+from faser.traffic.document import Workload
 from faser.traffic.play import Stopped, never, play
-from faser.traffic.records import Item, Workload
 
 WARM_REQUESTS = 8  # the warm-up ends when this number + concurrency requests have ended
 LEAST_REQUESTS = 24  # that end while it is measured, or
@@ -28,15 +27,22 @@ LEAST_STEPS = 8  # without prompts; if there are fewer, steps with prompts count
 
 @dataclass(frozen=True)
 class ThroughputTable:
-    """Tables by the number of decoding requests, from 0 to max_running: [max_running + 1]."""
+    """By the number of decoding requests, from 0 to max_running: [max_running + 1] each.
 
-    step: FloatArray  # seconds of a step without prompts
-    gain: FloatArray  # tokens of each request in that step
-    prompt_step: FloatArray  # seconds of a step with prompts, without their rows
-    prompt_row: FloatArray  # seconds of one prompt row in that step
-    late_row: FloatArray  # seconds of one prompt row in a later step, when the draft catches up
-    prompt_gain: FloatArray  # tokens of each decoding request in a step with prompts
-    prompt_width: FloatArray  # rows of each decoding request in a step with prompts, drafts included
+    Lists, which are faster to index than arrays.
+    """
+
+    step: list[float]  # seconds of a step without prompts
+    gain: list[float]  # tokens of each request in that step
+    prompt_step: list[float]  # seconds of a step with prompts, without their rows
+    prompt_row: list[float]  # seconds of one prompt row in that step
+    late_row: list[float]  # seconds of one prompt row in a later step, when the draft catches up
+    prompt_gain: list[float]  # tokens of each decoding request in a step with prompts
+    prompt_width: list[float]  # rows of each decoding request in a step with prompts, drafts included
+
+    def rate(self, size: int) -> float:
+        """Tokens per second of each request."""
+        return self.gain[size] / self.step[size]
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ def measure_throughput(
         if not steps:
             raise ConfigError("no request of the workload fits a replica: raise --max-model-len or --kv-tokens")
         points.append(_point(steps))
-    return _tables(points, machine.max_running)
+    return _table(points, machine.max_running)
 
 
 def sizes_up_to(most: int) -> list[int]:
@@ -120,7 +126,8 @@ class _Loops:
         """The steps with `size` requests open, from the end of the warm-up until none is left to send."""
         warm = size + WARM_REQUESTS
         enough = warm + max(LEAST_REQUESTS, ROUNDS * size)
-        items = self._drawn(enough + size)
+        order = np.random.default_rng([self.seed, 4]).permutation(len(self.workload.items))
+        items = tuple(self.workload.items[i] for i in np.resize(order, enough + size).tolist())
         oracle = self.acceptance.oracle([item.category for item in items], self.seed)
         watcher = _Watcher(ProfiledCost(self.machine.profile))
         replica = make_replica(self.machine, self.policy, oracle, self.seed, watcher)
@@ -132,39 +139,19 @@ class _Loops:
             if ended < warm:
                 started = len(watcher.steps)
 
+        def stopped() -> bool:
+            return ended >= enough or self.stopped()
+
         loop, clock = Workload(items, concurrency=size), replica.time.clock
-        play(
-            replica.engine,
-            loop,
-            self.policy,
-            clock=clock,
-            stopped=lambda: ended >= enough or self.stopped(),
-            update=update,
-        )
+        play(replica.engine, loop, self.policy, clock=clock, stopped=stopped, update=update)
         return watcher.steps[started:] or watcher.steps
 
-    def _drawn(self, number: int) -> tuple[Item, ...]:
-        """The first `number` of one random order."""
-        order = np.random.default_rng([self.seed, 4]).permutation(len(self.workload.items))
-        return tuple(self.workload.items[i] for i in np.resize(order, number).tolist())
 
+def _point(steps: Sequence[_Step]) -> dict[str, float]:
+    """Means over the steps of a loop, by field of ThroughputTable.
 
-@dataclass(frozen=True)
-class _Point:
-    """Means over the steps of a loop. `at` is the mean number of decoding requests."""
-
-    at: float
-    step: float
-    gain: float
-    prompt_at: float
-    prompt_step: float
-    prompt_row: float
-    late_row: float
-    prompt_gain: float
-    prompt_width: float
-
-
-def _point(steps: Sequence[_Step]) -> _Point:
+    `at` and `prompt_at` are the mean numbers of decoding requests in steps without and with prompts.
+    """
     plain = [step for step in steps if step.decoding and not step.prompt_rows]
     if len(plain) < LEAST_STEPS:
         plain = [step for step in steps if step.decoding] or list(steps)
@@ -172,17 +159,17 @@ def _point(steps: Sequence[_Step]) -> _Point:
     base, row = _fitted(mixed)
     rows = sum(step.prompt_rows for step in mixed)
     late = sum(step.extra for step in steps if not step.prompt_rows)  # drafts that catch up with prompts
-    return _Point(
-        at=_mean(plain, "decoding"),
-        step=_mean(plain, "seconds"),
-        gain=_per_request(plain, "tokens"),
-        prompt_at=_mean(mixed, "decoding"),
-        prompt_step=_mean(mixed, "seconds") + base,
-        prompt_row=row,
-        late_row=late / max(1, rows),
-        prompt_gain=_per_request(mixed, "tokens"),
-        prompt_width=_per_request(mixed, "rows"),
-    )
+    return {
+        "at": _mean(plain, "decoding"),
+        "step": _mean(plain, "seconds"),
+        "gain": _per_request(plain, "tokens"),
+        "prompt_at": _mean(mixed, "decoding"),
+        "prompt_step": _mean(mixed, "seconds") + base,
+        "prompt_row": row,
+        "late_row": late / max(1, rows),
+        "prompt_gain": _per_request(mixed, "tokens"),
+        "prompt_width": _per_request(mixed, "rows"),
+    }
 
 
 def _mean(steps: Sequence[_Step], name: str) -> float:
@@ -204,19 +191,11 @@ def _fitted(mixed: Sequence[_Step]) -> tuple[float, float]:
     return (float(base), float(row)) if base >= 0 and row >= 0 else (0.0, float(extra.sum() / rows.sum()))
 
 
-def _tables(points: Sequence[_Point], most: int) -> ThroughputTable:
-    def table(at: str, name: str) -> FloatArray:
-        known = sorted((getattr(point, at), getattr(point, name)) for point in points)
-        xs, ys = zip(*known, strict=True)
-        values: FloatArray = np.interp(np.arange(most + 1), xs, ys)
-        return values
+def _table(points: Sequence[dict[str, float]], most: int) -> ThroughputTable:
+    def interpolated(name: str) -> list[float]:
+        at = "at" if name in ("step", "gain") else "prompt_at"
+        sizes, values = zip(*sorted((point[at], point[name]) for point in points), strict=True)
+        found: list[float] = np.interp(np.arange(most + 1), sizes, values).tolist()
+        return found
 
-    return ThroughputTable(
-        step=table("at", "step"),
-        gain=table("at", "gain"),
-        prompt_step=table("prompt_at", "prompt_step"),
-        prompt_row=table("prompt_at", "prompt_row"),
-        late_row=table("prompt_at", "late_row"),
-        prompt_gain=table("prompt_at", "prompt_gain"),
-        prompt_width=table("prompt_at", "prompt_width"),
-    )
+    return ThroughputTable(**{field.name: interpolated(field.name) for field in fields(ThroughputTable)})

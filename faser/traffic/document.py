@@ -1,19 +1,19 @@
-"""The result of a benchmark: one document, written as JSON and read back.
+"""What is played, what is recorded of it, and the result of a benchmark: one document, written as JSON and read back.
 
 Knows the names of its parts and their version. Knows nothing of how they were measured or how they are drawn. Times are
-seconds, rates are per second. A figure that a system does not report is None.
+seconds from the start of a run, rates are per second. Tokens are counted as tokens, never as stream events. A figure
+that a system does not report is None.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 from faser.errors import ConfigError
-from faser.traffic.records import Moment, Record
 
 VERSION = 1
 DIGITS = 6  # after the decimal point
@@ -30,6 +30,81 @@ FIGURES = (
 )  # fmt: skip
 
 Summary = Mapping[str, float | None]  # every name of FIGURES
+
+
+@dataclass(frozen=True)
+class Item:
+    """One request of a workload."""
+
+    arrival: float
+    prompt_token_ids: Sequence[int]
+    max_tokens: int
+    category: str = ""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests in order of arrival.
+
+    With `concurrency` it is a closed loop: that number of requests is open at any time, the next is sent when one
+    ends, and arrivals do not matter.
+    """
+
+    items: tuple[Item, ...]
+    concurrency: int | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)  # options and sizes, for the report
+
+
+@dataclass(frozen=True)
+class Record:
+    """What became of one request. A value that the system does not report is None."""
+
+    index: int  # in the workload
+    category: str
+    num_prompt: int
+    arrival: float  # when it was due; in a closed loop, when it was sent
+    first: float | None  # when its first token came
+    end: float | None  # when its last token came; None if it never ended
+    num_tokens: int  # of its output
+    error: str | None = None  # why it was lost: refused, dropped, failed
+    drafted: int | None = None
+    verified: int | None = None
+    accepted: int | None = None
+    steps: int | None = None
+    lengths: tuple[int, ...] = ()  # index k: steps in which it drafted k tokens
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A slice of a run, for time lines."""
+
+    time: float  # its end
+    running: int
+    waiting: int
+    emitted: int  # tokens, in the slice
+    drafted: int
+    accepted: int
+    mean_length: float  # drafted tokens per request and step, 0 included
+    speculating: float  # share of its steps in which any request drafted
+
+
+@dataclass(frozen=True)
+class Run:
+    """One workload played once through one system."""
+
+    system: str  # e.g. "off", "fixed:3", "vLLM K=4"
+    records: tuple[Record, ...]
+    seconds: float  # from the first arrival to the last token
+    phases: Mapping[str, float] = field(default_factory=dict)  # seconds by phase: draft, verify, host, idle
+    verified_per_position: tuple[int, ...] = ()
+    accepted_per_position: tuple[int, ...] = ()
+    context_rows: int | None = None  # rows the target computed, without those of drafts
+    moments: tuple[Moment, ...] = ()
+    partial: bool = False  # interrupted
+    about: Mapping[str, Any] = field(default_factory=dict)  # models, device, versions, the rate it was played at
+
+
+# ── the document ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -135,31 +210,23 @@ class Document:
 
 
 def _run_of(given: Mapping[str, Any]) -> RunDocument:
-    return RunDocument(
-        **{
-            **given,
-            "verified_per_position": tuple(given["verified_per_position"]),
-            "accepted_per_position": tuple(given["accepted_per_position"]),
-            "moments": _all_of(Moment, given["moments"]),
-            "categories": {name: _flat(Category, category) for name, category in given["categories"].items()},
-            "records": _all_of(Record, given["records"]),
-        }
-    )
+    parts = {
+        "verified_per_position": tuple(given["verified_per_position"]),
+        "accepted_per_position": tuple(given["accepted_per_position"]),
+        "moments": tuple(Moment(**moment) for moment in given["moments"]),
+        "categories": {name: Category(**_with_lengths(each)) for name, each in given["categories"].items()},
+        "records": tuple(Record(**_with_lengths(record)) for record in given["records"]),
+    }
+    return RunDocument(**{**given, **parts})
+
+
+def _with_lengths(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {**given, "lengths": tuple(given["lengths"])}
 
 
 def _group_of(given: Mapping[str, Any]) -> GroupDocument:
     figures = {name: None if spread is None else Spread(**spread) for name, spread in given["figures"].items()}
     return GroupDocument(**{**given, "figures": figures})
-
-
-def _all_of(kind: type[Any], given: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
-    return tuple(_flat(kind, values) for values in given)
-
-
-def _flat(kind: type[Any], given: Mapping[str, Any]) -> Any:
-    """A dataclass of plain values; a field `lengths` becomes a tuple."""
-    tuples = {"lengths"} & {one.name for one in fields(kind)}
-    return kind(**{**given, **{name: tuple(given[name]) for name in tuples}})
 
 
 def _rounded(value: Any) -> Any:

@@ -16,11 +16,10 @@ import numpy as np
 
 from faser.arrays import IntArray
 from faser.engine.engine import Engine
-from faser.engine.stats import EngineStats
 from faser.errors import InvalidRequest
 from faser.policy import Policy, make_policy
 from faser.request import Finish, FinishReason, Progress, Request, SamplingParams
-from faser.traffic.records import Item, Moment, Record, Run, Workload
+from faser.traffic.document import Item, Moment, Record, Run, Workload
 
 NUM_MOMENTS = 200  # per run, about, if its length is known from its arrivals
 LEAST_SLICE = 0.1  # seconds of a moment
@@ -94,7 +93,8 @@ class _Open:
     num_tokens: int = 0
 
     def record(self, end: float | None = None, error: str | None = None, finish: Finish | None = None) -> Record:
-        stats = None if finish is None else finish.stats
+        names = ("drafted", "verified", "accepted", "steps", "lengths")
+        counts = {} if finish is None else {name: getattr(finish.stats, name) for name in names}
         return Record(
             index=self.index,
             category=self.item.category,
@@ -102,13 +102,9 @@ class _Open:
             arrival=self.arrival,
             first=self.first,
             end=end if error is None else None,
-            num_tokens=self.num_tokens if stats is None else stats.accepted + stats.steps,
+            num_tokens=self.num_tokens if finish is None else finish.stats.accepted + finish.stats.steps,
             error=error,
-            drafted=None if stats is None else stats.drafted,
-            verified=None if stats is None else stats.verified,
-            accepted=None if stats is None else stats.accepted,
-            steps=None if stats is None else stats.steps,
-            lengths=() if stats is None else stats.lengths,
+            **counts,
         )
 
 
@@ -157,13 +153,10 @@ class Ledger:
             if opened.first is None and token_ids:
                 opened.first = now
             if finish is not None:
-                self._end(request_id, finish, now)
+                failed = finish.reason in (FinishReason.FAILED, FinishReason.CANCELLED)
+                error = (finish.error or finish.reason.value) if failed else None
+                self._records.append(self._open.pop(request_id).record(now, error, finish))
         return len(self._records) - before
-
-    def _end(self, request_id: str, finish: Finish, now: float) -> None:
-        failed = finish.reason in (FinishReason.FAILED, FinishReason.CANCELLED)
-        error = (finish.error or finish.reason.value) if failed else None
-        self._records.append(self._open.pop(request_id).record(now, error, finish))
 
     def lose_all(self, error: str) -> None:
         self._records += [opened.record(error=error) for opened in self._open.values()]
@@ -215,13 +208,10 @@ class _Play:
 
     def _send_due(self) -> None:
         while self._is_due():
-            index = self._next
+            index, item = self._next, self._workload.items[self._next]
             self._next += 1
-            self._send(index, self._workload.items[index])
-
-    def _send(self, index: int, item: Item) -> None:
-        arrival = self._now() if self._workload.concurrency is not None else item.arrival
-        self._ledger.send(self._engine, index, item, arrival)
+            arrival = self._now() if self._workload.concurrency is not None else item.arrival
+            self._ledger.send(self._engine, index, item, arrival)
 
     def _step(self) -> None:
         try:
@@ -246,11 +236,13 @@ class _Play:
         if partial:
             self._engine.abandon(FinishReason.CANCELLED)
         before, after = self._before, self._engine.stats
+        draft, verify = after.draft_seconds - before.draft_seconds, after.verify_seconds - before.verify_seconds
+        host = max(0.0, wall - idle - draft - verify)  # planning, committing and this loop
         return Run(
             system=system,
             records=records,
             seconds=seconds_of(records, wall),
-            phases=_phases(before, after, wall, idle),
+            phases={"draft": draft, "verify": verify, "host": host, "idle": idle},
             verified_per_position=gained(before.verified_per_position, after.verified_per_position),
             accepted_per_position=gained(before.accepted_per_position, after.accepted_per_position),
             context_rows=after.context_rows - before.context_rows,
@@ -264,13 +256,6 @@ def seconds_of(records: Sequence[Record], wall: float) -> float:
     kept = [record for record in records if record.error is None]
     first = min((record.arrival for record in records), default=0.0)
     return max((wall if record.end is None else record.end for record in kept), default=wall) - first
-
-
-def _phases(before: EngineStats, after: EngineStats, wall: float, idle: float) -> dict[str, float]:
-    """host = wall - draft - verify - idle: planning, committing and this loop."""
-    draft, verify = after.draft_seconds - before.draft_seconds, after.verify_seconds - before.verify_seconds
-    host = max(0.0, wall - idle - draft - verify)
-    return {"draft": draft, "verify": verify, "host": host, "idle": idle}
 
 
 def gained(before: IntArray, after: IntArray) -> tuple[int, ...]:

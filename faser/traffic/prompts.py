@@ -44,23 +44,16 @@ class RandomPrompts:
         return RANDOM, tuple(self.random.integers(0, self.vocab_size, size=length).tolist())
 
 
-class _Turns:
-    """Categories in turn, and texts in turn within each; every round is in a new random order."""
+def _turns(texts: Mapping[str, Sequence[str]], random: np.random.Generator) -> Iterator[tuple[str, int]]:
+    """Categories in turn, and the index of a text in turn within each; every round is in a new random order."""
 
-    def __init__(self, texts: Mapping[str, Sequence[str]], random: np.random.Generator) -> None:
-        self._random = random
-        names = list(texts)
-        self._categories = (names[i] for i in self._rounds(len(names)))
-        self._orders = {name: self._rounds(len(some)) for name, some in texts.items()}
-
-    def _rounds(self, size: int) -> Iterator[int]:
+    def rounds(size: int) -> Iterator[int]:
         while True:
-            yield from self._random.permutation(size).tolist()
+            yield from random.permutation(size).tolist()
 
-    def take(self) -> tuple[str, int]:
-        """The next category, and the index of a text in it."""
-        category = next(self._categories)
-        return category, next(self._orders[category])
+    names, orders = list(texts), {name: rounds(len(some)) for name, some in texts.items()}
+    for i in rounds(len(names)):
+        yield names[i], next(orders[names[i]])
 
 
 class Blank(Sequence[int]):
@@ -96,10 +89,10 @@ class BlankPrompts:
     """For a simulator, which reads no prompts. Categories are those that `TextPrompts` draws with the same seed."""
 
     def __init__(self, texts: Mapping[str, Sequence[str]], random: np.random.Generator) -> None:
-        self._turns = _Turns(texts, random)
+        self._turns = _turns(texts, random)
 
     def take(self, length: int) -> tuple[str, Sequence[int]]:
-        return self._turns.take()[0], _blank(length)
+        return next(self._turns)[0], _blank(length)
 
 
 @dataclass
@@ -113,10 +106,10 @@ class TextPrompts:
     _tokens: dict[str, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._turns = _Turns(self.texts, self.random)
+        self._turns = _turns(self.texts, self.random)
 
     def take(self, length: int) -> tuple[str, tuple[int, ...]]:
-        category, chosen = self._turns.take()
+        category, chosen = next(self._turns)
         head, tail = self.around
         room = length - len(head) - len(tail)
         if room < 1:  # too short for the template

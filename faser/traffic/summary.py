@@ -12,8 +12,7 @@ from itertools import zip_longest
 from statistics import fmean, median
 
 from faser.errors import ConfigError
-from faser.traffic.document import FIGURES, Category, GroupDocument, RunDocument, Spread, Summary
-from faser.traffic.records import Record, Run
+from faser.traffic.document import FIGURES, Category, GroupDocument, Record, Run, RunDocument, Spread, Summary
 
 
 def ttft(record: Record) -> float | None:
@@ -63,7 +62,9 @@ class Slo:
             except ValueError:
                 most[name] = math.nan
             if name not in LATENCIES or not 0 < most[name] < math.inf:
-                raise ConfigError(f"--slo {text}: expected seconds by name, as in ttft=0.5; names: {_list(LATENCIES)}")
+                raise ConfigError(
+                    f"--slo {text}: expected seconds by name, as in ttft=0.5; names: {', '.join(LATENCIES)}"
+                )
         return cls(most)
 
     def met_by(self, record: Record) -> bool:
@@ -72,10 +73,6 @@ class Slo:
             return False
         seen = ((LATENCIES[name](record), most) for name, most in self.most.items())
         return all(value is None or value <= most for value, most in seen)
-
-
-def _list(names: Iterable[str]) -> str:
-    return ", ".join(names)
 
 
 def summarize(run: Run, slo: Slo | None = None) -> Summary:
@@ -117,7 +114,7 @@ def _speculation(run: Run) -> dict[str, float | None]:
     tried = drafted if verified is None else verified  # a server reports only what it drafted
     wasted = None if tried is None or accepted is None else tried - accepted
     rows = None if run.context_rows is None or tried is None else run.context_rows + tried
-    lengths = add_lengths(run.records)
+    lengths = added(record.lengths for record in run.records)
     steps = sum(lengths)
     return {
         "acceptance": accepted / tried if tried and accepted is not None else None,
@@ -133,8 +130,9 @@ def total(records: Iterable[Record], name: str) -> int | None:
     return sum(values) if values else None
 
 
-def add_lengths(records: Iterable[Record]) -> tuple[int, ...]:
-    return tuple(map(sum, zip_longest(*(record.lengths for record in records), fillvalue=0)))
+def added(counts: Iterable[Iterable[int]]) -> tuple[int, ...]:
+    """Element by element; a short one counts as followed by zeros."""
+    return tuple(map(sum, zip_longest(*counts, fillvalue=0)))
 
 
 def categories(records: Iterable[Record]) -> dict[str, Category]:
@@ -153,7 +151,7 @@ def _category(records: Sequence[Record]) -> Category:
         drafted=total(records, "drafted"),
         verified=total(records, "verified"),
         accepted=total(records, "accepted"),
-        lengths=add_lengths(records),
+        lengths=added(record.lengths for record in records),
     )
 
 

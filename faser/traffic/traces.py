@@ -1,6 +1,7 @@
-"""Traces: arrival, prompt length and output length of recorded requests.
+"""Traces: arrival, prompt length and output length of recorded requests; and synthetic arrivals by name.
 
-Reads CSV and JSON Lines, plain or compressed with xz, under the usual column names. Knows nothing of tokens or text.
+Reads CSV and JSON Lines, plain or compressed with xz, under the usual column names. Randomness is an argument. Knows
+nothing of tokens or text.
 """
 
 from __future__ import annotations
@@ -9,15 +10,16 @@ import csv
 import json
 import lzma
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
+from faser.arrays import FloatArray
 from faser.errors import ConfigError
 
 DATA = Path(__file__).parent / "data"
@@ -186,3 +188,81 @@ def _repeated(rows: Sequence[Row], count: int, duration: float, random: np.rando
 
 def _stretched(rows: Sequence[Row], factor: float) -> list[Row]:
     return [replace(row, arrival=row.arrival * factor) for row in rows]
+
+
+# ── synthetic arrivals ───────────────────────────────────────────────────────────────────────────────────────────────
+
+_EXPECTED_ARRIVALS = (
+    "poisson:RATE, gamma:RATE:SHAPE (below 1 in bursts, above 1 even), square:LOW:HIGH:PERIOD or ramp:LOW:HIGH, with "
+    "rates per second"
+)
+_GRID = 10_000  # intervals at whose ends the expected number of arrivals is known
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """`rate(times, duration)` per second. Intervals are gamma distributed; shape 1 is exponential.
+
+    A stream of unit rate is mapped through the inverse of the expected number of arrivals up to a time.
+    """
+
+    rate: Callable[[FloatArray, float], FloatArray]
+    shape: float = 1.0
+
+    def mean_rate(self, duration: float) -> float:
+        return float(self._expected_arrivals(duration)[1][-1] / duration)
+
+    def times(self, duration: float, random: np.random.Generator, factor: float = 1.0) -> FloatArray:
+        """Sorted arrival times within `duration` seconds, with every rate multiplied by `factor`."""
+        grid, expected = self._expected_arrivals(duration)
+        total = float(expected[-1]) * factor
+        loads: FloatArray = np.zeros(0)
+        while not loads.size or loads[-1] < total:
+            more = random.gamma(self.shape, 1 / self.shape, size=int(total) + 64)
+            loads = np.concatenate([loads, (loads[-1] if loads.size else 0.0) + more.cumsum()])
+        times: FloatArray = np.interp(loads[loads < total], expected * factor, grid)
+        return times
+
+    def _expected_arrivals(self, duration: float) -> tuple[FloatArray, FloatArray]:
+        """A grid of times, and the number of requests expected up to each."""
+        grid: FloatArray = np.linspace(0, duration, _GRID + 1)
+        middles = (grid[1:] + grid[:-1]) / 2
+        return grid, np.concatenate([[0.0], (self.rate(middles, duration) * np.diff(grid)).cumsum()])
+
+
+def parse_arrivals(text: str) -> Arrivals:
+    kind, *given = text.split(":")
+    try:
+        numbers = [float(value) for value in given]
+        if not all(0 <= number < math.inf for number in numbers):
+            raise ValueError
+        return _MAKERS[kind](*numbers)
+    except (KeyError, TypeError, ValueError):  # unknown name, wrong count, no number
+        raise ConfigError(f"--arrivals {text}: expected {_EXPECTED_ARRIVALS}") from None
+
+
+def _gamma(rate: float, shape: float) -> Arrivals:
+    if not rate or not shape:
+        raise ValueError
+    return Arrivals(lambda times, duration: np.full_like(times, rate), shape)
+
+
+def _square(low: float, high: float, period: float) -> Arrivals:
+    """LOW in the first half of every period, HIGH in the second."""
+    if not period or not low + high:
+        raise ValueError
+    return Arrivals(lambda times, duration: np.where(times % period < period / 2, low, high))
+
+
+def _ramp(low: float, high: float) -> Arrivals:
+    if not low + high:
+        raise ValueError
+    return Arrivals(lambda times, duration: low + (high - low) * times / duration)
+
+
+_MAKERS: dict[str, Callable[..., Arrivals]] = {
+    "poisson": partial(_gamma, shape=1.0),
+    "gamma": _gamma,
+    "square": _square,
+    "ramp": _ramp,
+}

@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 
 from faser.errors import ConfigError
-from faser.traffic.arrivals import parse_arrivals
+from faser.traffic.document import Item, Workload
 from faser.traffic.prompts import RANDOM, BlankPrompts, Prompts, RandomPrompts, TextPrompts, read_texts
-from faser.traffic.records import Item, Workload
-from faser.traffic.traces import Row, Timing, read_trace, retime
+from faser.traffic.traces import Row, Timing, parse_arrivals, read_trace, retime
 
 DEFAULT_ARRIVALS = "poisson:1"
 DEFAULT_DURATION = 30.0
@@ -36,9 +35,8 @@ class Vocabulary:
     vocab_size: int
     max_model_len: int | None  # None where it is not known
     encode: Callable[[str], list[int]] | None  # None without a tokenizer: only random prompts are possible
-    around: tuple[list[int], list[int]] = field(
-        default_factory=lambda: ([], [])
-    )  # what the chat template puts before and after a message
+    # what the chat template puts before and after a message
+    around: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
     is_blank: bool = False  # prompts have a length and a category, and hold only zeros
 
 
@@ -211,17 +209,8 @@ def describe_loads(played: Sequence[tuple[Load, Workload]]) -> dict[str, Any]:
     """What all loads have in common, and under `loads` the sizes of each."""
     sizes = ("num_requests", "seconds", "mean_prompt_tokens", "mean_output_tokens")
     about = {name: value for name, value in played[0][1].about.items() if name not in sizes}
-    return {
-        **about,
-        "loads": [
-            {
-                "rate": load.rate,
-                "concurrency": load.concurrency,
-                **{name: workload.about[name] for name in sizes},
-            }
-            for load, workload in played
-        ],
-    }
+    loads = [{**asdict(load), **{name: workload.about[name] for name in sizes}} for load, workload in played]
+    return {**about, "loads": loads}
 
 
 def mean_rate(items: Sequence[Item]) -> float | None:
@@ -291,10 +280,7 @@ def _item(given: dict[str, Any]) -> Item:
         raise ValueError(f"arrival {arrival!r}: expected seconds, 0 or more")
     if not isinstance(max_tokens, int) or max_tokens < 1:
         raise ValueError(f"max_tokens {max_tokens!r}: expected an integer of at least 1")
-    if (
-        not isinstance(token_ids, list)
-        or not token_ids
-        or not all(type(token) is int and token >= 0 for token in token_ids)
-    ):
+    known = token_ids if isinstance(token_ids, list) else []
+    if not known or not all(type(token) is int and token >= 0 for token in known):
         raise ValueError("prompt_token_ids: expected a list of token ids, at least one")
     return Item(float(arrival), tuple(token_ids), max_tokens, str(given.get("category", "")))

@@ -10,9 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from faser.bench.results import run_document
-from faser.traffic.document import Document, RunDocument
+from faser.traffic.document import Document, RunDocument, Workload
 from faser.traffic.play import play, set_policy
-from faser.traffic.records import Workload
 from faser.traffic.summary import Slo, group_runs
 from faser.traffic.workload import Load
 from tests.traffic.simulated import Time, make_engine, make_workload

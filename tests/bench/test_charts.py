@@ -11,7 +11,7 @@ import pytest
 from markupsafe import Markup
 
 from faser.bench.report import charts, scales
-from faser.bench.report.charts import Bar, Line, Panel, Point, Stack, Trace
+from faser.bench.report.charts import Bar, Line, Panel, Part, Point, Trace
 from faser.bench.report.scales import Axis, Scale
 from faser.bench.report.svg import Look, Size
 from tests.bench.markup import box, reading
@@ -83,19 +83,22 @@ DRAWINGS = {
         "t", [Line("a", Look("red"), (Point(1.0, 0.0),))], Axis("x", str), Axis("y", str), replace(size, height=300)
     ),
     "bars": lambda size: charts.bar_chart(
-        "t", [Bar("off", 5.0, "5.00", Look("grey"), 4.0, 6.0), Bar("x" * 60, None, "–", Look("blue"))],
-        Axis("y", str), size,
+        "t", [Bar("off", (Part(5.0, Look("grey")),), "5.00", 4.0, 6.0), Bar("x" * 60, (), "–")], size,
     ),
-    "stacks": lambda size: charts.stacked_bars(
-        "t", [Stack("a", (0.2, 0.8), "9 s", ("", "")), Stack("b", (0.0, 0.0), "0 s", ("", ""))],
-        [("draft", Look("orange")), ("a phase with a long name", Look("blue"))], size, str,
+    "bars of parts": lambda size: charts.bar_chart(
+        "t", [Bar("a", (Part(0.2, Look("orange"), text="20%"), Part(0.8, Look("blue"), text="80%")), "9 s"),
+              Bar("b", (Part(0.0, Look("orange")), Part(0.0, Look("blue"))), "0 s")],
+        size, [("draft", Look("orange")), ("a phase with a long name", Look("blue"))],
     ),
     "grid": lambda size: charts.grid(
-        "t", ["code", "chat"], [f"fixed:{k}" for k in range(1, 9)], [[0.5] * 8, [None, *[1.0] * 7]], str,
-        [[""] * 8] * 2, size,
+        "t", ["code", "chat"], [f"fixed:{k}" for k in range(1, 9)],
+        {("code", f"fixed:{k}"): Part(k / 8, Look("blue"), text="x") for k in range(1, 9)}, size,
+    ),
+    "grid of one column": lambda size: charts.grid(
+        "t", ["code"], ["faser"], {("code", "faser"): Part(0.5, Look("blue"), text="50%")}, size
     ),
     "timeline": lambda size: charts.timeline(
-        "t", [1.0, 2.0, 3.0], [Panel(Axis("y", str), (Trace("a", Look("blue"), (1.0, None, 3.0), True),))],
+        "t", [0.0, 1.0, 2.0, 3.0], [Panel(Axis("y", str), (Trace("a", Look("blue"), (1.0, None, 3.0), True),))],
         Trace("on", Look("blue"), (0.0, 1.0, None)), size,
     ),
 }  # fmt: skip
@@ -128,13 +131,14 @@ def test_far_values_turn_a_wide_axis_logarithmic_and_say_so() -> None:
 
 
 def test_a_step_holds_from_the_time_before_to_its_own() -> None:
-    panel = Panel(Axis("y", str), (Trace("a", Look("blue"), (1.0, 1.0, 0.0)),))
-    chart = charts.timeline("t", [1.0, 2.0, 4.0], [panel], None, Size(500))
+    trace = Trace("a", Look("blue"), (1.0, 1.0, 0.0))
+    chart = charts.timeline("t", [0.0, 1.0, 2.0, 4.0], [Panel(Axis("y", str), (trace,))], trace, Size(500))
     (stroke,) = (a["d"] or "" for tag, a in reading(str(chart)).tags if tag == "path" and a.get("class") == "stroke")
     start, middle, end = (float(x) for x in re.findall(r"(?:M|H)([\d.]+)", stroke))
     assert (middle - start) == pytest.approx((end - start) / 2, abs=0.1)
 
 
 def test_words_in_a_chart_are_escaped() -> None:
-    chart = charts.bar_chart("<t>", [Bar("<i>", 1.0, "&", Look("blue"), tip='"<b>')], Axis("<u>", str), Size(300))
+    parts = (Part(1.0, Look("blue"), tip='"<b>', text="<u>"),)
+    chart = charts.bar_chart("<t>", [Bar("<i>", parts, "&")], Size(300))
     assert not {"i", "b", "u", "t"} & {tag for tag, _ in reading(str(chart)).tags}

@@ -14,7 +14,6 @@ import pytest
 from faser.bench import command
 from faser.bench.command import Asked
 from faser.bench.estimate import Estimate, Pace
-from faser.bench.report import images
 from faser.bench.results import read_against
 from faser.bench.table import render
 from faser.cli.main import main, make_parser
@@ -124,7 +123,7 @@ def test_a_signal_still_writes_what_was_measured(
     number, status, word, model, capsys, monkeypatch, tmp_path, handlers, uncalibrated
 ):
     raise_at(monkeypatch, (20, number))
-    monkeypatch.setattr(images, "browser", lambda: None)
+    monkeypatch.setattr("faser.bench.report.page.browser", lambda: None)
     out, page = tmp_path / "a.json", tmp_path / "page"
     lines, document, err = bench(
         capsys, *model, *ENDED_EARLY, "--policies", "off,fixed:1,fixed:2", "--out", str(out), "--report", str(page),

@@ -10,7 +10,7 @@ from faser.bench.command import Asked, Interrupts, Session, make_workloads, size
 from faser.bench.estimate import SIZES, Estimate, Pace, calibrate, default_rate, in_words, rounded_up
 from faser.bench.systems import PolicySystem
 from faser.cli.main import make_parser
-from faser.traffic.records import Item, Record, Run, Workload
+from faser.traffic.document import Item, Record, Run, Workload
 from faser.traffic.workload import Vocabulary
 from tests.traffic.simulated import SlowOracle, Time, make_engine
 

@@ -5,7 +5,7 @@ import pytest
 
 from faser.bench.remote import Remote, play_remote
 from faser.errors import ConfigError, RemoteError
-from faser.traffic.records import Item, Workload
+from faser.traffic.document import Item, Workload
 from faser.traffic.summary import summarize
 from tests.bench.stub_server import BREAKS, BUSY, COUNTLESS, DROPS, FINE, SILENT, serving
 

@@ -15,14 +15,13 @@ import pytest
 from markupsafe import escape
 
 from benchmarks.lib.ablation import LADDER, explained
-from faser.bench.report import charts, drawings, figures, images, legend, page, svg, tables
-from faser.bench.report.charts import Bar, Line, Point
+from faser.bench.report import charts, drawings, figures, legend, page, svg, tables
+from faser.bench.report.charts import Bar, Line, Part, Point
 from faser.bench.report.scales import Axis
 from faser.bench.report.svg import Look, Size
 from faser.policy import POLICIES as POLICY_NAMES
 from faser.policy import make_policy
-from faser.traffic.document import FIGURES, Category, Document, RunDocument
-from faser.traffic.records import Moment, Record
+from faser.traffic.document import FIGURES, Category, Document, Moment, Record, RunDocument
 from faser.traffic.summary import group_runs
 from tests.bench.markup import box, reading
 
@@ -380,10 +379,9 @@ def test_lost_requests_are_listed_with_their_reasons() -> None:
 
 
 def test_the_ablation_shows_gains_only_where_the_document_names_its_steps() -> None:
-    assert all(at.ablation is None for at in page.compose(full()).loads)
+    assert all("ablation" not in at.charts for at in page.compose(full()).loads)
     at = page.compose(full((1.0,), ablation=["off", "fixed:1", "no such system"])).loads[0]
-    assert at.ablation is not None
-    assert "+20.0%" in at.ablation.wide
+    assert "+20.0%" in at.charts["ablation"].wide
 
 
 def test_fifty_runs_stay_below_three_megabytes_and_records_are_not_in_it() -> None:
@@ -434,7 +432,7 @@ def test_a_shipped_page_explains_its_systems_and_opens_on_a_time_line(name: str)
 
 
 def test_without_a_browser_there_is_a_page_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "browser", lambda: None)
+    monkeypatch.setattr(page, "browser", lambda: None)
     said: list[str] = []
     written = page.write_report(tmp_path / "new" / "folder", full((1.0,), 1), said.append)
     assert written == (tmp_path / "new" / "folder" / "report.html",)
@@ -443,7 +441,7 @@ def test_without_a_browser_there_is_a_page_and_one_line(tmp_path: Path, monkeypa
 
 
 def test_a_browser_that_fails_leaves_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "browser", lambda: "/bin/false")
+    monkeypatch.setattr(page, "browser", lambda: "/bin/false")
     said: list[str] = []
     assert len(page.write_report(tmp_path, full((1.0,), 1), said.append)) == 1
     assert len(said) == 1
@@ -455,17 +453,17 @@ def test_a_browser_that_fails_takes_its_helpers_with_it(tmp_path: Path) -> None:
     os.mkfifo(fifo)
     held = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     with pytest.raises(subprocess.CalledProcessError):
-        images._run_alone(["sh", "-c", f"exec 3> {fifo}; (sleep 60; echo survived >&3) & exit 3"])
+        page._run_alone(["sh", "-c", f"exec 3> {fifo}; (sleep 60; echo survived >&3) & exit 3"])
     os.set_blocking(held, True)
     assert os.read(held, 100) == b""
     os.close(held)
 
 
 def test_a_browser_draws_a_png_at_twice_its_size(tmp_path: Path) -> None:
-    if images.browser() is None:
+    if page.browser() is None:
         pytest.skip("no Chromium: install the package chromium")
-    chart = charts.bar_chart("t", [Bar("a", 1.0, "1", Look("blue"))], Axis("b", str), Size(200))
-    (path,) = images.write_images(tmp_path, {"bars.png": chart}, pytest.fail)
+    chart = charts.bar_chart("t", [Bar("a", (Part(1.0, Look("blue")),), "1")], Size(200))
+    (path,) = page.write_images(tmp_path, {"bars.png": chart}, pytest.fail)
     head = path.read_bytes()[:24]
     assert head[:8] == b"\x89PNG\r\n\x1a\n"
     assert int.from_bytes(head[16:20], "big") == 2 * (200 + 32)

@@ -30,7 +30,7 @@ def simulate(capsys, *given, status=0):
 
 
 def test_the_result_is_that_of_bench(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("faser.bench.report.images.browser", lambda: None)  # it takes seconds to draw
+    monkeypatch.setattr("faser.bench.report.page.browser", lambda: None)  # it takes seconds to draw
     out, report = tmp_path / "a.json", tmp_path / "report"
     lines, document, _ = simulate(
         capsys, *TRAFFIC, "--policies", "off,fixed:1..2", "--slo", "ttft=0.1", "--repeats", "2",

@@ -12,10 +12,10 @@ from benchmarks import h200
 from benchmarks.lib import trace
 from benchmarks.lib.documents import read_document
 from benchmarks.lib.trace import Work
-from faser.bench.report import images
+from faser.bench.report import page
 from faser.bench.systems import PolicySystem
 from faser.policy.overlap import Overlap
-from faser.traffic.records import Record
+from faser.traffic.document import Record
 from faser.traffic.traces import Timing
 from faser.traffic.workload import Vocabulary, WorkloadOptions
 from tests.benchmarks.fake_vllm import SCRIPT, write_fake_vllm
@@ -136,7 +136,7 @@ def faser_alone(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("OUT", raising=False)
         patch.setenv("OMP_NUM_THREADS", "1")  # tiny products wait for threads longer than they compute
-        patch.setattr(images, "browser", lambda: None)
+        patch.setattr(page, "browser", lambda: None)
         assert h200.main([*TINY, str(folder)]) == 0
     return folder
 
@@ -146,7 +146,7 @@ def given(faser_alone, tmp_path, monkeypatch):
     """The flags of a second call."""
     shutil.copytree(faser_alone, tmp_path / "work")
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
-    monkeypatch.setattr(images, "browser", lambda: None)
+    monkeypatch.setattr(page, "browser", lambda: None)
     return [*TINY, str(tmp_path / "work"), "--resume"]
 
 
@@ -184,7 +184,7 @@ def test_vllm_plays_the_same_files_and_all_is_one_document(given, faser_alone, t
 
 
 def test_the_report_is_made_again_from_the_document_alone(faser_alone, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(images, "browser", lambda: None)
+    monkeypatch.setattr(page, "browser", lambda: None)
     assert h200.main(["trace", "--report-only", str(faser_alone), "--folder", str(tmp_path)]) == 0
     assert len(last_line(capsys)["runs"]) == 4
     assert {path.name for path in tmp_path.iterdir()} == {"results.json", "tables.txt", "report.html"}

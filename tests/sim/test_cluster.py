@@ -10,8 +10,8 @@ from faser.sim.fluid import play_fluid
 from faser.sim.oracle import Draw
 from faser.sim.replica import make_replica
 from faser.sim.throughput import measure_throughput, sizes_up_to
+from faser.traffic.document import Item, Workload
 from faser.traffic.prompts import Blank
-from faser.traffic.records import Item, Workload
 from faser.traffic.summary import summarize
 from tests.sim.toy import TOY, Known, make_workload, simulate
 
@@ -101,7 +101,7 @@ def test_the_throughput_table_of_a_machine_follows_its_profile(measured):
     if policy == "off":
         for size in (1, 4, 12, 16):
             assert table.step[size] == pytest.approx(0.0085 + 0.001 * size, rel=0.03)
-        assert table.gain.tolist() == [1.0] * 17
+        assert table.gain == [1.0] * 17
         assert table.prompt_row[0] == pytest.approx(0.002, rel=0.1)
     else:
         assert table.gain[8] == pytest.approx(1 + 0.75 + 0.75**2, rel=0.12)

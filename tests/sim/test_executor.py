@@ -16,13 +16,12 @@ from faser.policy import BatchView, Policy, make_policy
 from faser.policy.overlap import Overlap
 from faser.request import Request, SamplingParams
 from faser.rules.stopping import Stopping
-from faser.sim.clock import VirtualTime
-from faser.sim.executor import Noise, SimExecutor
+from faser.sim.executor import Noise, SimExecutor, VirtualTime
 from faser.sim.oracle import Draw, Replay
 from faser.sim.replica import Machine, load_profile, make_replica
+from faser.traffic.document import Item, Workload
 from faser.traffic.play import play
 from faser.traffic.prompts import Blank
-from faser.traffic.records import Item, Workload
 from tests.sim.toy import PROFILE, TOY, Known, make_workload, simulate
 
 HOST = 0.0005

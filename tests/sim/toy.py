@@ -11,9 +11,9 @@ from faser.cost.curve import Curve
 from faser.cost.profile import Profile
 from faser.sim.oracle import Oracle, runs_of
 from faser.sim.replica import Machine, Replica, make_replica
+from faser.traffic.document import Item, Run, Workload
 from faser.traffic.play import play
 from faser.traffic.prompts import Blank
-from faser.traffic.records import Item, Run, Workload
 
 # A verification takes 8 ms and 1 ms a row; with prompts 10 ms and 2 ms a row. A draft takes
 # 3 ms, a further one 2 ms, and one that catches up 5 ms and 1 ms a row. Context costs nothing, the host 0.5 ms.

@@ -10,8 +10,8 @@ from faser.engine.scheduler import Scheduler
 from faser.limits import Limits
 from faser.policy import make_policy
 from faser.step import StepPlan, StepResult, StepSeconds
+from faser.traffic.document import Item, Workload
 from faser.traffic.play import Clock
-from faser.traffic.records import Item, Workload
 from tests.oracle import OracleExecutor
 
 

@@ -1,7 +1,7 @@
 import pytest
 
+from faser.traffic.document import Item, Workload
 from faser.traffic.play import play, set_policy, warm_ups_of
-from faser.traffic.records import Item, Workload
 from tests.traffic.simulated import Time, make_engine, make_workload
 
 

@@ -2,8 +2,7 @@ import pytest
 
 from faser.bench.results import run_document
 from faser.errors import ConfigError
-from faser.traffic.document import FIGURES, RunDocument
-from faser.traffic.records import Record, Run
+from faser.traffic.document import FIGURES, Record, Run, RunDocument
 from faser.traffic.summary import Slo, categories, group_runs, rank, summarize
 from faser.traffic.workload import Load
 

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from faser.errors import ConfigError, InvalidRequest
-from faser.traffic.arrivals import parse_arrivals
+from faser.traffic.document import Item, Workload
 from faser.traffic.prompts import enclosing_tokens, read_texts
-from faser.traffic.records import Item, Workload
-from faser.traffic.traces import SHIPPED, Row, Timing, read_trace, retime
+from faser.traffic.traces import SHIPPED, Row, Timing, parse_arrivals, read_trace, retime
 from faser.traffic.workload import (
     Load,
     Vocabulary,

@@ -1,13 +1,13 @@
-"""Charts as SVG: lines with bands, bars, stacked bars, grids and time lines.
+"""Charts as SVG: lines with bands, bars, grids and time lines.
 
 Knows axes, labels and layout. Knows nothing of benchmarks. A missing value is a gap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from markupsafe import Markup
 
@@ -26,7 +26,7 @@ from faser.bench.report.svg import (
     width_of,
 )
 
-PANEL_HEIGHT = 84  # pixels
+PANEL_HEIGHT, BAR_HEIGHT, CELL_HEIGHT = 84, 28, 28  # pixels
 
 
 @dataclass(frozen=True)
@@ -46,24 +46,24 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Bar:
-    name: str
-    value: float | None
-    text: str
+class Part:
+    """A piece of a bar; `text` stands inside if it fits."""
+
+    value: float
     look: Look
-    low: float | None = None
-    high: float | None = None
     tip: str = ""
+    text: str = ""
 
 
 @dataclass(frozen=True)
-class Stack:
-    """A bar of several parts; `text` stands at its end."""
+class Bar:
+    """Parts one after another; `text` stands at the end. Without parts the value is missing."""
 
     name: str
-    parts: tuple[float, ...]
+    parts: tuple[Part, ...]
     text: str
-    tips: tuple[str, ...]
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(frozen=True)
@@ -130,33 +130,25 @@ def line_chart(title: str, lines: Sequence[Line], across: Axis, up: Axis, size: 
     names = min(max((width_of(line.name) for line in lines), default=0.0) + 27, size.width * 0.36)
     right = size.width - names - 4
     first, last = (places[0], places[-1]) if places else (0.0, 1.0)
-    x = Scale(first, last, left + 8, right - 8, _lie_far_apart(places))
+    x = Scale(first, last, left + 8, right - 8, wide=len(places) > 2 and first > 0 and last / first > 20)
 
     drawn = [*_levels(levels, y, up, left, right), label(up.label + (", logarithmic" if y.wide else ""), 0, 12)]
     drawn += _columns(spaced(places, x, across.show), x, across.show, bottom)
     drawn.append(label(across.label, (left + right) / 2, size.height - 4, "middle"))
-    ends = [_end(line, x, y) for line in lines]
+    ends = [[(x(point.x), y(point.y)) for point in line.points if point.y is not None][-1] for line in lines]
     labels = spread_out([end[1] for end in ends], 14, top, bottom)
     for line, end, label_y in zip(lines, ends, labels, strict=True):
-        drawn.append(_line(line, x, y, end, label_y, right + 18, names - 27))
+        lead = [(end[0] + 5, end[1]), (right + 9, label_y)]
+        parts = [node("path", class_="lead", fill="none", d=path_of(lead)), *_line(line, x, y)]
+        parts += [marker_at(line.look, right + 15, label_y), _line_name(line, right + 23, label_y + 4, names - 27)]
+        drawn.append(node("g", *parts, class_="series", data_name=line.name))
     return svg(title, size.width, size.height, *drawn)
 
 
-def _lie_far_apart(places: Sequence[float]) -> bool:
-    return len(places) > 2 and places[0] > 0 and places[-1] / places[0] > 20
-
-
-def _end(line: Line, x: Scale, y: Scale) -> tuple[float, float]:
-    last = [point for point in line.points if point.y is not None][-1]
-    return x(last.x), y(last.y or 0.0)
-
-
-def _line(
-    line: Line, x: Scale, y: Scale, end: tuple[float, float], label_y: float, label_x: float, room: float
-) -> Markup:
-    look = line.look
-    parts = []
-    for run in _unbroken(line.points):
+def _line(line: Line, x: Scale, y: Scale) -> list[Markup]:
+    """Its bands, strokes and markers."""
+    look, parts = line.look, []
+    for run in (list(run) for known, run in groupby(line.points, lambda point: point.y is not None) if known):
         if len(run) > 1 and all(point.low is not None and point.high is not None for point in run):
             upper = [(x(point.x), y(point.high or 0.0)) for point in run]
             lower = [(x(point.x), y(point.low or 0.0)) for point in reversed(run)]
@@ -166,162 +158,95 @@ def _line(
     for point in line.points:
         if point.y is not None:
             parts.append(marker_at(look, x(point.x), y(point.y), tooltip(point.tip)))
-    parts.append(node("path", class_="lead", fill="none", d=path_of([(end[0] + 5, end[1]), (label_x - 9, label_y)])))
-    parts.append(marker_at(look, label_x - 3, label_y))
-    words = shortened(line.name, room)
+    return parts
+
+
+def _line_name(line: Line, x: float, y: float, room: float) -> Markup:
+    words, kind = shortened(line.name, room), "strong" if line.look.thickness > 2 else None
     whole = tooltip(line.name if words != line.name else "")
-    kind = "strong" if look.thickness > 2 else None
-    parts.append(node("text", words, whole, x=label_x + 5, y=label_y + 4, class_=kind, style=f"fill:{look.paint}"))
-    return node("g", *parts, class_="series", data_name=line.name)
-
-
-def _unbroken(points: Sequence[Point]) -> list[list[Point]]:
-    """Runs of points without a missing value."""
-    runs: list[list[Point]] = [[]]
-    for point in points:
-        if point.y is None:
-            runs.append([])
-        else:
-            runs[-1].append(point)
-    return [run for run in runs if run]
+    return node("text", words, whole, x=x, y=y, class_=kind, style=f"fill:{line.look.paint}")
 
 
 # ── bars ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Where the rows of a bar chart are: names to the left of the bars, a text after each."""
-
-    left: float
-    scale: Scale
-    top: float
-    height: int
-
-    @classmethod
-    def fit(cls, rows: Sequence[Bar] | Sequence[Stack], high: float, top: float, height: int, size: Size) -> _Rows:
-        names = min(max((width_of(row.name) for row in rows), default=0.0), size.width * 0.34)
-        texts = max((width_of(row.text) for row in rows), default=0.0)
-        return cls(names + 10, Scale(0.0, high or 1.0, names + 10, size.width - texts - 12), top, height)
-
-    def middle(self, index: int) -> float:
-        return self.top + self.height * (index + 0.5)
-
-    def name(self, row: Bar | Stack, index: int) -> Markup:
-        return label(shortened(row.name, self.left - 10), self.left - 10, self.middle(index) + 4, "end")
-
-    def text(self, row: Bar | Stack, index: int, end: float) -> Markup:
-        return label(row.text, end + 7, self.middle(index) + 4, kind="strong")
-
-
-def bar_chart(title: str, bars: Sequence[Bar], axis: Axis, size: Size) -> Markup:
-    """One bar a row, with its spread as a whisker."""
-    seen = [value for bar in bars for value in (bar.value, bar.high) if value is not None]
-    high = axis.most if axis.most is not None else max(seen, default=1.0)
-    rows = _Rows.fit(bars, high, 26, 26, size)
-    left, x = rows.left, rows.scale
-    drawn = [label(axis.label, 0, 12)]
+def bar_chart(title: str, bars: Sequence[Bar], size: Size, legend: Sequence[tuple[str, Look]] = ()) -> Markup:
+    """One bar a row, with its spread as a whisker. The legend of the parts, or else the title, stands on top."""
+    names = min(max((width_of(bar.name) for bar in bars), default=0.0), size.width * 0.34)
+    texts = max((width_of(bar.text) for bar in bars), default=0.0)
+    high = max((max(sum(part.value for part in bar.parts), bar.high or 0.0) for bar in bars), default=0.0)
+    left = names + 10
+    x = Scale(0.0, high or 1.0, left, size.width - texts - 12)
+    drawn, y = [label(title, 0, 12)], 12.0
+    if legend:
+        drawn, y = _legend(legend, left if size.width > 450 else 0, size.width, y)
+    top = y + 12
     for index, bar in enumerate(bars):
-        middle, end = rows.middle(index), x(bar.value or 0.0)
-        parts: list[object] = [tooltip(bar.tip), rows.name(bar, index)]
-        parts.append(node("rect", x=left, y=middle - 8, width=end - left, height=16, rx=2, fill=bar.look.paint))
-        if bar.low is not None and bar.high is not None and bar.high > bar.low:
-            start, end = x(bar.low), x(bar.high)
-            shape = f"M{start:.1f},{middle - 4:.1f}v8m0,-4H{end:.1f}m0,-4v8"
-            parts.append(node("path", class_="whisker", d=shape))
-        parts.append(rows.text(bar, index, end))
-        drawn.append(node("g", *parts, class_="series", data_name=bar.name))
-    bottom = rows.top + rows.height * len(bars)
-    drawn.append(node("line", class_="baseline", x1=left, x2=left, y1=rows.top, y2=bottom))
+        drawn.append(_bar(bar, x, top + BAR_HEIGHT * (index + 0.5), names))
+    bottom = top + BAR_HEIGHT * len(bars)
+    drawn.append(node("line", class_="baseline", x1=left, x2=left, y1=top, y2=bottom))
     return svg(title, size.width, bottom + 6, *drawn)
 
 
-def stacked_bars(
-    title: str, stacks: Sequence[Stack], parts: Sequence[tuple[str, Look]], size: Size, show: Callable[[float], str]
-) -> Markup:
-    """Rows of parts of a whole, each as wide as its share of the longest row; the legend on top."""
-    high = max((sum(stack.parts) for stack in stacks), default=1.0)
-    left = _Rows.fit(stacks, high, 0, 28, size).left
-    drawn, end = _legend(parts, left if size.width > 450 else 0, size.width, 12)
-    rows = _Rows.fit(stacks, high, end + 12, 28, size)
-    for index, stack in enumerate(stacks):
-        drawn.append(rows.name(stack, index))
-        drawn += _stack(stack, [look for _, look in parts], rows.scale, rows.middle(index), show)
-        drawn.append(rows.text(stack, index, rows.scale(sum(stack.parts))))
-    return svg(title, size.width, rows.top + rows.height * len(stacks) + 4, *drawn)
-
-
-def _stack(stack: Stack, looks: Sequence[Look], x: Scale, middle: float, show: Callable[[float], str]) -> list[Markup]:
-    """The parts of one row, with their values if they fit."""
-    drawn, total = [], 0.0
-    for value, look, words in zip(stack.parts, looks, stack.tips, strict=True):
-        start, end = x(total), x(total + value)
-        total += value
-        if end - start < 0.3:
-            continue
-        gap = 1.0 if end - start > 3 else 0.0  # between neighbours
-        bar = node("rect", tooltip(words), x=start, y=middle - 9, width=end - start - gap, height=18, fill=look.paint)
-        drawn.append(bar)
-        figure = show(value)
-        if width_of(figure) + 8 < end - start:
-            kind = "small" if look.pale else "inside small"
-            drawn.append(label(figure, (start + end) / 2, middle + 4, "middle", kind))
-    return drawn
+def _bar(bar: Bar, x: Scale, middle: float, room: float) -> Markup:
+    drawn, total, end = [label(shortened(bar.name, room), x.start - 10, middle + 4, "end")], 0.0, x.start
+    for part in bar.parts:
+        start, end = x(total), x(total + part.value)
+        total += part.value
+        gap = 1.0 if len(bar.parts) > 1 and end - start > 3 else 0.0  # between neighbours
+        drawn.append(node("rect", tooltip(part.tip), x=start, y=middle - 8, width=end - start - gap, height=16,
+                          fill=part.look.paint))  # fmt: skip
+        if part.text and width_of(part.text) + 8 < end - start:
+            kind = "small" if part.look.pale else "inside small"
+            drawn.append(label(part.text, (start + end) / 2, middle + 4, "middle", kind))
+    if bar.low is not None and bar.high is not None and bar.high > bar.low:
+        start, end = x(bar.low), x(bar.high)
+        drawn.append(node("path", class_="whisker", d=f"M{start:.1f},{middle - 4:.1f}v8m0,-4H{end:.1f}m0,-4v8"))
+    drawn.append(label(bar.text, end + 7, middle + 4, kind="strong"))
+    return node("g", *drawn, class_="series", data_name=bar.name)
 
 
 # ── grids ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def grid(
-    title: str, rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]],
-    show: Callable[[float], str], tips: Sequence[Sequence[str]], size: Size,
-) -> Markup:  # fmt: skip
-    """A table of shares; a larger value has a darker cell."""
+    title: str, rows: Sequence[str], columns: Sequence[str], shares: Mapping[tuple[str, str], Part], size: Size
+) -> Markup:
+    """A table of shares by row and column; a larger share has a darker cell."""
     names = min(max((width_of(row) for row in rows), default=0.0), size.width * 0.3)
-    left = names + 10
-    tilted = any(width_of(column) + 6 > min((size.width - left) / max(len(columns), 1), 92.0) for column in columns)
+    left, room = names + 10, size.width - names - 10
+    tilted = any(width_of(column) + 6 > min(room / len(columns), 92.0) for column in columns)
     overhang = 28.0 if tilted else 0.0  # of the last name, to the right of its column
-    cell = min((size.width - left - overhang) / max(len(columns), 1), 92.0)
-    top = 24 + (min(max(width_of(column) for column in columns), 96.0) * 0.72 if tilted else 0)
-    row_height = 28
+    width = min((room - overhang) / len(columns), 92.0)
+    top = 24 + (min(max(map(width_of, columns)), 96.0) * 0.72 if tilted else 0)
     drawn = []
     for index, column in enumerate(columns):
-        x = left + cell * (index + 0.5)
-        if tilted:
-            turned = f"translate({x - 2:.1f} {top - 8:.1f}) rotate(-45)"
-            drawn.append(node("text", shortened(column, 96), transform=turned))
-        else:
-            drawn.append(label(column, x, top - 8, "middle"))
+        x = left + width * (index + 0.5)
+        turned = node("text", shortened(column, 96), transform=f"translate({x - 2:.1f} {top - 8:.1f}) rotate(-45)")
+        drawn.append(turned if tilted else label(column, x, top - 8, "middle"))
     for row_index, row in enumerate(rows):
-        y = top + row_height * row_index
-        drawn.append(label(shortened(row, names), left - 10, y + row_height / 2 + 4, "end"))
-        for index, value in enumerate(values[row_index]):
-            drawn.append(_cell(value, show, tips[row_index][index], left + cell * index, y, cell - 2, row_height - 2))
-    return svg(title, size.width, top + row_height * len(rows) + 4, *drawn)
+        y = top + CELL_HEIGHT * row_index
+        drawn.append(label(shortened(row, names), left - 10, y + CELL_HEIGHT / 2 + 4, "end"))
+        for index, column in enumerate(columns):
+            drawn.append(_cell(shares.get((row, column)), left + width * index, y, width - 2))
+    return svg(title, size.width, top + CELL_HEIGHT * len(rows) + 4, *drawn)
 
 
-def _cell(
-    value: float | None, show: Callable[[float], str], tip: str, x: float, y: float, width: float, height: float
-) -> Markup:
-    words = "–" if value is None else show(value)
-    strength = 0.0 if value is None else min(max(value, 0.0), 1.0)
-    parts = [tooltip(tip), node("rect", x=x, y=y, width=width, height=height, rx=3, class_="track")]
-    if strength:
-        parts.append(node("rect", x=x, y=y, width=width, height=height, rx=3, fill="var(--blue)",
-                          fill_opacity=f"{0.55 * strength**1.5:.2f}"))  # fmt: skip
-    parts.append(label(words, x + width / 2, y + height / 2 + 4, "middle", "strong"))
-    return node("g", *parts)
+def _cell(part: Part | None, x: float, y: float, width: float) -> Markup:
+    box = {"x": x, "y": y, "width": width, "height": CELL_HEIGHT - 2, "rx": 3}
+    middle = (x + width / 2, y + CELL_HEIGHT / 2 + 3)
+    if part is None:
+        return node("g", node("rect", class_="track", **box), label("–", *middle, "middle", "strong"))
+    shade = node("rect", fill=part.look.paint, fill_opacity=f"{0.55 * part.value**1.5:.2f}", **box)
+    words = label(part.text, *middle, "middle", "strong")
+    return node("g", tooltip(part.tip), node("rect", class_="track", **box), shade, words)
 
 
 # ── time lines ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def timeline(title: str, times: Sequence[float], panels: Sequence[Panel], strip: Trace | None, size: Size) -> Markup:
-    """Panels of step lines over one time axis; a value holds from the previous time to its own.
-
-    The strip is darker where its share is larger.
-    """
-    edges = [first_edge(times), *times]
+def timeline(title: str, edges: Sequence[float], panels: Sequence[Panel], strip: Trace, size: Size) -> Markup:
+    """Panels of step lines over one time axis, a value from edge to edge; the strip is darker for a larger share."""
     labels = [panel.axis.show(level) for panel in panels for level in _panel_levels(panel)]
     left = 14 + max(map(width_of, labels), default=20.0)
     right = size.width - 10.0
@@ -337,11 +262,8 @@ def timeline(title: str, times: Sequence[float], panels: Sequence[Panel], strip:
         top = y + 14
         drawn += _panel(panel, edges, x, top, top + PANEL_HEIGHT)
         y = top + PANEL_HEIGHT + 16
-    if strip is not None:
-        y += 6
-        drawn += [label(strip.name, 0, y), *_strip(strip, edges, x, y + 8)]
-        y += 30
-    bottom = y - 6
+    drawn += [label(strip.name, 0, y + 6), *_strip(strip, edges, x, y + 14)]
+    bottom = y + 30
     enclosing = ticks(edges[0], edges[-1], max(3, int((right - left) / 80)))
     across = [tick for tick in enclosing if edges[0] <= tick <= edges[-1]]
     drawn.append(node("line", class_="baseline", x1=left, x2=right, y1=bottom, y2=bottom))
@@ -349,14 +271,6 @@ def timeline(title: str, times: Sequence[float], panels: Sequence[Panel], strip:
     drawn.append(label("seconds since the start", (left + right) / 2, bottom + 34, "middle"))
     overlay = node("line", class_="lead cursor", x1=left, x2=left, y1=0, y2=bottom, visibility="hidden")
     return svg(title, size.width, bottom + 40, *drawn, overlay, data_left=left, data_right=right)
-
-
-def first_edge(times: Sequence[float]) -> float:
-    """The start of the first slice: 0, or one slice length before its end if slices are shorter."""
-    if len(times) < 2:
-        return 0.0
-    length = times[1] - times[0]
-    return times[0] - length if times[0] > 1.5 * length else 0.0
 
 
 def _panel_levels(panel: Panel) -> list[float]:

@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import cycle, zip_longest
+from functools import partial
+from itertools import cycle, pairwise
 
 from markupsafe import Markup
 
 from faser.bench.report import charts
-from faser.bench.report.charts import Bar, Line, Panel, Point, Stack, Trace
+from faser.bench.report.charts import Bar, Line, Panel, Part, Point, Trace
 from faser.bench.report.figures import (
     FULL,
     HALF,
@@ -26,17 +28,17 @@ from faser.bench.report.figures import (
     plain,
     ranged,
     share_tick,
-    signed,
     tick,
 )
 from faser.bench.report.legend import System
 from faser.bench.report.scales import Axis
 from faser.bench.report.svg import Look, Size
-from faser.traffic.document import RunDocument
-from faser.traffic.records import Moment
+from faser.traffic.document import Moment, RunDocument, Spread
+from faser.traffic.summary import added
 
 MOST_SLICES = 180  # of a time line; more would not be seen
 NARROW = 334  # pixels: a chart on a phone
+NO_CATEGORY = "no category"
 
 PHASES = {
     "draft": Look("orange"),
@@ -57,8 +59,8 @@ class Chart:
     data: str = ""  # JSON for the tooltip of a time line
 
 
-def _both(name: str, draw: Callable[[Size], Markup], width: int, height: int = 0) -> Chart:
-    return Chart(draw(Size(width, height)), draw(Size(NARROW, height)), name)
+def _both(name: str, draw: Callable[[Size], Markup], width: int, height: int = 0, data: str = "") -> Chart:
+    return Chart(draw(Size(width, height)), draw(Size(NARROW, height)), name, data)
 
 
 def over_load(results: Results, figure: Figure, title: str, name: str) -> list[Chart]:
@@ -66,14 +68,17 @@ def over_load(results: Results, figure: Figure, title: str, name: str) -> list[C
     drawn = []
     for unit in dict.fromkeys(load.unit for load in results.loads):
         loads = [load for load in results.loads if load.unit == unit]
-        suffix = "" if unit == results.loads[0].unit else "-" + loads[0].unit.split()[1]
-        make = _load_bars if len(loads) == 1 else _load_lines
-        drawn.append(make(results, loads, figure, title, name + suffix))
+        suffix = "" if unit == results.loads[0].unit else "-" + unit.split()[1]
+        if len(loads) > 1:
+            drawn.append(_load_lines(results, loads, figure, title, name + suffix))
+            continue
+        bars = [_bar(system, figure, results.spread(system, loads[0], figure)) for system in results.systems]
+        drawn.append(_both(name + suffix, partial(charts.bar_chart, title, bars), HALF))
     return drawn
 
 
 def _load_lines(results: Results, loads: Sequence[Load], figure: Figure, title: str, name: str) -> Chart:
-    factor = 1000.0 if figure.kind == "seconds" else 1.0
+    factor = _factor(figure)
     lines = []
     for system in results.systems:
         points = []
@@ -87,21 +92,20 @@ def _load_lines(results: Results, loads: Sequence[Load], figure: Figure, title: 
             points.append(Point(load.amount, middle, low, high, tip))
         lines.append(Line(system.name, system.look, tuple(points)))
     across, up = Axis(loads[0].unit, tick), Axis(title, tick, wide=figure.kind == "seconds")
-    return _both(name, lambda size: charts.line_chart(title, lines, across, up, size), *results.size)
+    return _both(name, partial(charts.line_chart, title, lines, across, up), *results.size)
 
 
-def _load_bars(results: Results, loads: Sequence[Load], figure: Figure, title: str, name: str) -> Chart:
-    factor = 1000.0 if figure.kind == "seconds" else 1.0
-    bars = []
-    for system in results.systems:
-        spread = results.spread(system, loads[0], figure)
-        if spread is None:
-            bars.append(Bar(system.name, None, "–", system.look))
-            continue
-        low, high = factor * spread.min, factor * spread.max
-        text, tip = plain(factor * spread.median), f"{system.name}\n{ranged(figure, spread)}"
-        bars.append(Bar(system.name, factor * spread.median, text, system.look, low, high, tip))
-    return _both(name, lambda size: charts.bar_chart(title, bars, Axis(title, tick), size), HALF)
+def _factor(figure: Figure) -> float:
+    """Charts show seconds as milliseconds."""
+    return 1000.0 if figure.kind == "seconds" else 1.0
+
+
+def _bar(system: System, figure: Figure, spread: Spread | None, gain: str = "") -> Bar:
+    if spread is None:
+        return Bar(system.name, (), "–")
+    middle, low, high = (_factor(figure) * value for value in (spread.median, spread.min, spread.max))
+    part = Part(middle, system.look, f"{system.name}\n{ranged(figure, spread)}")
+    return Bar(system.name, (part,), plain(middle) + gain, low, high)
 
 
 def positions(results: Results, load: Load) -> Chart | None:
@@ -109,8 +113,8 @@ def positions(results: Results, load: Load) -> Chart | None:
     lines = []
     for system in results.systems:
         runs = results.runs.get((system.name, load), ())
-        verified = _added(run.verified_per_position for run in runs)
-        accepted = _added(run.accepted_per_position for run in runs)
+        verified = added(run.verified_per_position for run in runs)
+        accepted = added(run.accepted_per_position for run in runs)
         points = []
         for index, (seen, taken) in enumerate(zip(verified, accepted, strict=False)):
             if seen:
@@ -121,52 +125,31 @@ def positions(results: Results, load: Load) -> Chart | None:
     if not lines:
         return None
     title = "accepted, of those verified"
-    across, up = Axis("position in the draft", tick, whole=True), Axis(title, share_tick, most=1.0)
-    return _both("positions", lambda size: charts.line_chart(title, lines, across, up, size), *results.size)
-
-
-def _added(lists: Iterable[Sequence[int]]) -> list[int]:
-    return list(map(sum, zip_longest(*lists, fillvalue=0)))
+    across, up = Axis("position in the draft", tick), Axis(title, share_tick, most=1.0)
+    return _both("positions", partial(charts.line_chart, title, lines, across, up), *results.size)
 
 
 def category_grid(results: Results, load: Load) -> Chart | None:
     """Acceptance by category and system, over all repeats."""
-    counts: dict[str, dict[str, tuple[int, int]]] = {}  # verified and accepted, by system, then category
+    verified, accepted = Counter[tuple[str, str]](), Counter[tuple[str, str]]()  # by (category, system)
     for system in results.systems:
         for run in results.runs.get((system.name, load), ()):
             for name, category in run.categories.items():
                 seen = category.drafted if category.verified is None else category.verified
                 if seen and category.accepted is not None:
-                    before = counts.setdefault(system.name, {}).get(name, (0, 0))
-                    counts[system.name][name] = (before[0] + seen, before[1] + category.accepted)
-    if not counts:
+                    verified[name or NO_CATEGORY, system.name] += seen
+                    accepted[name or NO_CATEGORY, system.name] += category.accepted
+    if not verified:
         return None
-    systems = list(counts)
-    names = sorted({name for found in counts.values() for name in found}, key=lambda name: (name == "", name))
-    shares = [[_share(counts[system].get(name)) for system in systems] for name in names]
-    tips = [[_category_tip(system, name, counts[system].get(name)) for system in systems] for name in names]
-    rows = [name or "no category" for name in names]
-    title = "acceptance by category"
-    if len(systems) == 1:
-        bars = [_category_bar(*each) for each in zip(rows, shares, tips, strict=True)]
-        axis = Axis(f"{systems[0]}: accepted, of those verified", share_tick, most=1.0)
-        return _both("categories", lambda size: charts.bar_chart(title, bars, axis, size), HALF)
-    width, _ = results.size
-    return _both("categories", lambda size: charts.grid(title, rows, systems, shares, share_tick, tips, size), width)
-
-
-def _category_bar(name: str, shares: Sequence[float | None], tips: Sequence[str]) -> Bar:
-    share = shares[0]
-    return Bar(name, share, "–" if share is None else percent(share), Look("blue"), tip=tips[0])
-
-
-def _share(counts: tuple[int, int] | None) -> float | None:
-    return counts[1] / counts[0] if counts else None
-
-
-def _category_tip(system: str, name: str, counts: tuple[int, int] | None) -> str:
-    head = f"{system}, {name or 'no category'}"
-    return f"{head}\n{percent(counts[1] / counts[0])}: {counts[1]:,} of {counts[0]:,}" if counts else head
+    shares = {}
+    for (name, of), seen in verified.items():
+        taken = accepted[name, of]
+        tip = f"{of}, {name}\n{percent(taken / seen)}: {taken:,} of {seen:,}"
+        shares[name, of] = Part(taken / seen, Look("blue"), tip, share_tick(taken / seen))
+    names = sorted({name for name, _ in verified}, key=lambda name: (name == NO_CATEGORY, name))
+    systems = list(dict.fromkeys(of for _, of in verified))
+    draw = partial(charts.grid, "acceptance by category", names, systems, shares)
+    return _both("categories", draw, results.size[0])
 
 
 def phases(results: Results, load: Load) -> Chart | None:
@@ -179,41 +162,33 @@ def phases(results: Results, load: Load) -> Chart | None:
     if not found:
         return None
     seen = {phase for each in found.values() for phase, seconds in each.items() if seconds > 0}
-    names = [phase for phase in PHASES if phase in seen] + sorted(seen - PHASES.keys())
-    spare = cycle(SPARE_LOOKS)
-    parts = [(phase, PHASES.get(phase) or next(spare)) for phase in names]
-    stacks = []
+    looks = {phase: look for phase, look in PHASES.items() if phase in seen}
+    looks |= dict(zip(sorted(seen - PHASES.keys()), cycle(SPARE_LOOKS), strict=False))
+    bars = []
     for name, seconds in found.items():
         whole, repeats = sum(seconds.values()), len(results.runs[name, load])
-        shares = tuple(seconds[phase] / whole for phase in names)
-        tips = tuple(
-            f"{name}, {phase}\n{percent(share)}: {seconds[phase] / repeats:.1f} s"
-            for phase, share in zip(names, shares, strict=True)
-        )
-        stacks.append(Stack(name, shares, f"{plain(whole / repeats)} s", tips))
-    return _both("phases", lambda size: charts.stacked_bars("where time goes", stacks, parts, size, share_tick), FULL)
+        parts = []
+        for phase, look in looks.items():
+            share, mean = seconds[phase] / whole, seconds[phase] / repeats
+            parts.append(Part(share, look, f"{name}, {phase}\n{percent(share)}: {mean:.1f} s", share_tick(share)))
+        bars.append(Bar(name, tuple(parts), f"{plain(whole / repeats)} s"))
+    return _both("phases", partial(charts.bar_chart, "where time goes", bars, legend=list(looks.items())), FULL)
 
 
 def ablation(results: Results, load: Load) -> Chart | None:
     """Throughput as one part after another is added, if the document names the steps."""
-    named = results.document.about.get("ablation") or ()
     by_name = {system.name: system for system in results.systems}
-    steps = [by_name[name] for name in named if isinstance(name, str) and name in by_name]
     bars = []
     before: float | None = None
-    for system in steps:
-        spread = results.spread(system, load, THROUGHPUT)
-        if spread is None:
-            continue
-        gain = "" if not before else f"  {signed(100 * (spread.median / before - 1))}%"
-        tip = f"{system.name}\n{ranged(THROUGHPUT, spread)} tokens/s"
-        text = plain(spread.median) + gain
-        bars.append(Bar(system.name, spread.median, text, system.look, spread.min, spread.max, tip))
-        before = spread.median
-    if len(bars) < 2:
-        return None
+    for name in results.document.about.get("ablation") or ():
+        system = by_name.get(str(name))
+        spread = results.spread(system, load, THROUGHPUT) if system is not None else None
+        if system is not None and spread is not None:
+            gain = f"  {100 * (spread.median / before - 1):+.1f}%".replace("-", "−") if before else ""
+            bars.append(_bar(system, THROUGHPUT, spread, gain))
+            before = spread.median
     title = "output tokens per second, and the gain over the step before"
-    return _both("ablation", lambda size: charts.bar_chart(title, bars, Axis(title, tick), size), FULL)
+    return _both("ablation", partial(charts.bar_chart, title, bars), FULL) if len(bars) > 1 else None
 
 
 # ── time lines ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -225,31 +200,30 @@ def timeline(system: System, load: Load, runs: Sequence[RunDocument]) -> Chart |
     if not shown:
         return None
     moments = slices(shown[0].moments)
-    at = [moment.time for moment in moments]
-    starts = [charts.first_edge(at), *at[:-1]]
-    spans = [end - start for start, end in zip(starts, at, strict=True)]
+    edges = [_first_edge(moments), *(moment.time for moment in moments)]
+    spans = [end - start for start, end in pairwise(edges)]
     rates = tuple(m.emitted / span if span > 0 else None for span, m in zip(spans, moments, strict=True))
     blue, orange = Look("blue"), Look("orange", "5 4")
     lengths = tuple(m.mean_length if m.emitted else None for m in moments)
+    running = Trace("running", blue, tuple(float(m.running) for m in moments), filled=True)
+    waiting = Trace("waiting", orange, tuple(float(m.waiting) for m in moments))
     panels = (
-        Panel(
-            Axis("requests", tick, whole=True),
-            (
-                Trace("running", blue, tuple(float(m.running) for m in moments), filled=True),
-                Trace("waiting", orange, tuple(float(m.waiting) for m in moments)),
-            ),
-        ),
+        Panel(Axis("requests", tick, whole=True), (running, waiting)),
         Panel(Axis("output tokens/s", tick), (Trace("output tokens/s", blue, rates, filled=True),)),
         Panel(Axis("mean length", tick), (Trace("mean length", blue, lengths, filled=True),)),
     )
-    strip = Trace("speculating", Look("blue"), tuple(m.speculating for m in moments))
+    strip = Trace("speculating", blue, tuple(m.speculating for m in moments))
     traces = [*(trace for panel in panels for trace in panel.traces), strip]
-    told = [[trace.name, [_rounded(value) for value in trace.values]] for trace in traces]
-    edges = [round(time, 2) for time in (starts[0], *at)]
-    data = json.dumps({"edges": edges, "traces": told}, separators=(",", ":"))
-    title = f"time line of {system.name} at {load.label}"
-    both = _both("timeline", lambda size: charts.timeline(title, at, panels, strip, size), FULL)
-    return Chart(both.wide, both.narrow, both.name, data)
+    told = [[trace.name, [v if v is None else float(f"{v:.3g}") for v in trace.values]] for trace in traces]
+    data = json.dumps({"edges": [round(time, 2) for time in edges], "traces": told}, separators=(",", ":"))
+    draw = partial(charts.timeline, f"time line of {system.name} at {load.label}", edges, panels, strip)
+    return _both("timeline", draw, FULL, data=data)
+
+
+def _first_edge(moments: Sequence[Moment]) -> float:
+    """The start of the first slice: 0, or one slice length before its end if slices are shorter."""
+    first, length = moments[0].time, moments[1].time - moments[0].time if len(moments) > 1 else math.inf
+    return first - length if first > 1.5 * length else 0.0
 
 
 def slices(moments: Sequence[Moment]) -> list[Moment]:
@@ -273,7 +247,3 @@ def _merged(moments: Sequence[Moment]) -> Moment:
         mean_length=weighted / sum(bonus) if sum(bonus) else 0.0,
         speculating=sum(moment.speculating for moment in moments) / number,
     )
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.3g}")

@@ -100,8 +100,7 @@ class Load:
 
     @property
     def label(self) -> str:
-        known = self.rate is not None or self.concurrency is not None
-        return f"{self.amount:g} {self.short_unit}" if known else self.short_unit
+        return self.short_unit if self == Load(None, None) else f"{self.amount:g} {self.short_unit}"
 
 
 @dataclass(frozen=True)
@@ -177,10 +176,6 @@ def share_tick(value: float) -> str:
 
 def milliseconds(value: float) -> str:
     return f"{plain(1000 * value)} ms" if value < 10 else f"{plain(value)} s"
-
-
-def signed(value: float) -> str:
-    return f"{value:+.1f}".replace("-", "−")
 
 
 def shown(figure: Figure, value: float) -> str:

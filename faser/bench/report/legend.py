@@ -49,9 +49,8 @@ class System:
 def systems_of(groups: Iterable[GroupDocument], about: Mapping[str, Any]) -> tuple[System, ...]:
     """In the order of the document. Each has its own marker; when markers run out, colour and dash differ."""
     policies = {group.system: group.policy for group in groups}
-    given = about.get("systems")
+    given, looks = about.get("systems"), _looks(policies)
     told = given if isinstance(given, Mapping) else {}
-    looks = _looks(policies)
     return tuple(
         System(name, policy is None, looks[name], str(told.get(name) or explain(name, policy)))
         for name, policy in policies.items()

@@ -1,14 +1,22 @@
-"""The page of a report: everything report.html shows, and the file itself.
+"""The page of a report: everything report.html shows, the file itself, and its charts as PNG files.
 
-The page loads nothing and can be read without scripts, which only add tooltips and highlighting.
+The page loads nothing and can be read without scripts, which only add tooltips and highlighting. A browser of this
+machine draws the PNG files; without one there are none.
 """
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
+import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jinja2
@@ -29,13 +37,14 @@ from faser.bench.report.figures import (
     read,
     when,
 )
-from faser.bench.report.images import write_images
 from faser.bench.report.legend import System
-from faser.bench.report.svg import PALETTE, STYLE, swatch
+from faser.bench.report.svg import PALETTE, STYLE, standalone, swatch
 from faser.bench.report.tables import Table, Winner, figure_table, load_table, losses, winner
 from faser.traffic.document import Document
 
 TEMPLATE = Path(__file__).with_name("report.html")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+BROWSER_SECONDS = 60.0  # for one image
 
 
 @dataclass(frozen=True)
@@ -47,25 +56,20 @@ class AtLoad:
     rest: Table
     fastest: Winner | None  # by latency
     busiest: Winner | None  # by throughput
-    positions: Chart | None
-    categories: Chart | None
-    phases: Chart | None
-    ablation: Chart | None
-    timelines: Mapping[str, Chart]
+    charts: Mapping[str, Chart]  # positions, categories, phases and ablation, those of them that can be drawn
+    timelines: Mapping[str, Chart]  # by system
 
 
 def _at(results: Results, load: Load) -> AtLoad:
     lines = {s.name: timeline(s, load, results.runs.get((s.name, load), ())) for s in results.systems}
+    drawn = [draw(results, load) for draw in (positions, category_grid, phases, ablation)]
     return AtLoad(
         load=load,
         speed=figure_table(results, load, SPEED),
         rest=figure_table(results, load, REST),
         fastest=winner(results, load, LATENCY),
         busiest=winner(results, load, THROUGHPUT),
-        positions=positions(results, load),
-        categories=category_grid(results, load),
-        phases=phases(results, load),
-        ablation=ablation(results, load),
+        charts={chart.name: chart for chart in drawn if chart is not None},
         timelines={name: line for name, line in lines.items() if line is not None},
     )
 
@@ -99,8 +103,8 @@ class Page:
         found = [*self.latency, *self.throughput]
         if self.loads:
             at = self.loads[self.chosen]
-            line = at.timelines.get(self.seen[self.traced].name) if self.seen else None
-            found += [c for c in (line, at.positions, at.categories, at.phases, at.ablation) if c is not None]
+            found += [at.timelines[self.seen[self.traced].name]] if self.seen else []
+            found += at.charts.values()
         return {f"{chart.name}.png": chart.wide for chart in found}
 
 
@@ -108,7 +112,8 @@ def compose(document: Document) -> Page:
     results = read(document)
     loads = tuple(_at(results, load) for load in results.loads)
     seen = tuple(s for s in results.systems if any(s.name in at.timelines for at in loads))
-    chosen = _first_load(loads)
+    traced = [number for number, at in enumerate(loads) if at.timelines]
+    chosen = traced[len(traced) // 2] if traced else len(loads) // 2  # the middle one, preferably with a time line
     return Page(
         results=results,
         loads=loads,
@@ -118,12 +123,6 @@ def compose(document: Document) -> Page:
         latency=tuple(over_load(results, LATENCY, "mean latency per output token, ms", "latency")),
         throughput=tuple(over_load(results, THROUGHPUT, "output tokens per second", "throughput")),
     )
-
-
-def _first_load(loads: Sequence[AtLoad]) -> int:
-    """The middle load, preferably one with a time line."""
-    traced = [number for number, at in enumerate(loads) if at.timelines]
-    return traced[len(traced) // 2] if traced else len(loads) // 2
 
 
 def _first_traced(seen: Sequence[System], at: AtLoad) -> int:
@@ -164,8 +163,58 @@ def write_report(directory: Path, document: Document, say: Callable[[str], None]
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "report.html"
     path.write_text(render(page), encoding="utf-8")
-    return path, *write_images(directory, page.images, say or _complain)
+    return path, *write_images(directory, page.images, say or partial(print, file=sys.stderr))
 
 
-def _complain(line: str) -> None:
-    print(line, file=sys.stderr)
+# ── images ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def browser() -> str | None:
+    return next(filter(None, map(shutil.which, BROWSERS)), None)
+
+
+def write_images(directory: Path, images: Mapping[str, Markup], say: Callable[[str], None]) -> list[Path]:
+    """Returns the files written. After the first failure none is tried: the next would fail too."""
+    program = browser()
+    if program is None:
+        say(f"no PNGs beside the report: none of {', '.join(BROWSERS)} is on the path")
+        return []
+    written = []
+    for name, chart in images.items():
+        path = directory / name
+        try:
+            _photograph(program, chart, path)
+        except (OSError, subprocess.SubprocessError) as error:
+            say(f"no {name} beside the report: {program} failed ({error})")
+            break
+        written.append(path)
+    return written
+
+
+def _photograph(program: str, chart: Markup, path: Path) -> None:
+    """A chart on white at twice its size. The browser has a temporary profile."""
+    width, height = (int(number) for number in chart.partition('viewBox="0 0 ')[2].partition('"')[0].split())
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        page, picture = Path(folder) / "chart.html", Path(folder) / "chart.png"
+        style = f"body{{margin:16px;background:#fff}}svg{{width:{width}px;display:block}}"
+        page.write_text(f"<!doctype html><meta charset=utf-8><style>{style}</style>{standalone(chart)}", "utf-8")
+        flags = [
+            "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run",
+            "--hide-scrollbars", "--force-device-scale-factor=2", f"--window-size={width + 32},{height + 32}",
+            f"--user-data-dir={folder}/profile", f"--screenshot={picture}", page.as_uri(),
+        ]  # fmt: skip
+        _run_alone([program, *flags])
+        shutil.copyfile(picture, path)
+
+
+def _run_alone(command: Sequence[str]) -> None:
+    """In its own session: Ctrl-C in the terminal does not reach it, and its child processes end with it."""
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True) as process:
+        try:
+            status = process.wait(BROWSER_SECONDS)
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if status:
+        raise subprocess.CalledProcessError(status, command[0])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from faser.bench.report.figures import LATENCY, THROUGHPUT, Figure, Load, Results, shown
 from faser.bench.report.legend import System
 from faser.bench.report.svg import shortened
-from faser.traffic.document import Spread
+from faser.traffic.document import RunDocument, Spread
 
 
 @dataclass(frozen=True)
@@ -37,26 +37,19 @@ class Table:
     unit: str = ""  # of all columns, if they share one
 
 
-@dataclass(frozen=True)
-class Column:
+Column = tuple[str, tuple[Cell, ...]]  # its head, and a cell for every system
+
+
+def _cells(
+    results: Results, load: Load, figure: Figure, factor: float, reference: System | None = None
+) -> tuple[Cell, ...]:
     """One figure of every system under one load, with the same unit and digits."""
-
-    figure: Figure
-    unit: str
-    cells: tuple[Cell, ...]
-
-
-def _column(
-    results: Results, load: Load, figure: Figure, unit: tuple[str, float], reference: System | None = None
-) -> Column:
-    name, factor = unit
     spreads = [results.spread(system, load, figure) for system in results.systems]
     known = [spread.median for spread in spreads if spread is not None]
     digits = _digits([factor * value for value in known]) if figure.kind != "count" else 0
-    best = results.best(results.systems, load, figure) if figure.better and len(set(known)) > 1 else None
+    best = max(known, key=lambda value: figure.better * value) if figure.better and len(set(known)) > 1 else None
     base = results.spread(reference, load, figure) if reference is not None else None
-    top = results.median(best, load, figure) if best is not None else None
-    return Column(figure, name, tuple(_cell(figure, spread, factor, digits, top, base) for spread in spreads))
+    return tuple(_cell(figure, spread, factor, digits, best, base) for spread in spreads)
 
 
 def _unit(results: Results, loads: Iterable[Load], figures: Iterable[Figure], figure: Figure) -> tuple[str, float]:
@@ -107,46 +100,49 @@ def _overlap(one: Spread, other: Spread) -> bool:
 def _ratios(results: Results, load: Load, figure: Figure, reference: System) -> Column:
     base = results.spread(reference, load, figure)
     compared = [_compared(figure, results.spread(system, load, figure), base) for system in results.systems]
-    name = f"× {shortened(reference.name, 100)}"
-    return Column(figure, name, tuple(Cell(ratio or "–", tone=tone) for ratio, tone in compared))
+    return f"× {shortened(reference.name, 100)}", tuple(Cell(ratio or "–", tone=tone) for ratio, tone in compared)
 
 
 def figure_table(results: Results, load: Load, parts: Mapping[str, Sequence[Figure]]) -> Table:
     """Systems by figures under one load, without figures that no system reports."""
-    heads, columns = [], []
+    heads, columns = [], list[Column]()
     for head, figures in parts.items():
-        found = [_column(results, load, figure, _unit(results, [load], figures, figure)) for figure in figures]
-        found = [column for column in found if any(cell.value is not None for cell in column.cells)]
-        for figure in (THROUGHPUT, LATENCY):
-            if figure in figures and found and found[0].figure is figure:
-                ratios = [_ratios(results, load, figure, each) for each in results.references(load, figure)]
-                found[1:1] = ratios if len(results.systems) > 1 else []
-        heads.append((head, len(found)))
-        columns += found
-    names = tuple(column.unit if column.unit.startswith("×") else _titled(column) for column in columns)
-    return Table(tuple(head for head in heads if head[1]), names, _rows(results, load, columns))
-
-
-def _titled(column: Column) -> str:
-    return f"{column.figure.label}, {column.unit}" if column.unit else column.figure.label
-
-
-def _rows(results: Results, load: Load | None, columns: Sequence[Column]) -> tuple[Row, ...]:
-    rows = []
-    for index, system in enumerate(results.systems):
-        cells = tuple(column.cells[index] for column in columns)
-        groups = [group for (name, at), group in results.groups.items() if name == system.name and load in (None, at)]
-        if groups:
-            rows.append(Row(system, cells, any(group.partial for group in groups)))
-    return tuple(rows)
+        before = len(columns)
+        for figure in figures:
+            unit, factor = _unit(results, [load], figures, figure)
+            cells = _cells(results, load, figure, factor)
+            if any(cell.value is not None for cell in cells):
+                columns.append((f"{figure.label}, {unit}" if unit else figure.label, cells))
+                if figure in (THROUGHPUT, LATENCY) and len(results.systems) > 1:
+                    columns += [_ratios(results, load, figure, each) for each in results.references(load, figure)]
+        if len(columns) > before:
+            heads.append((head, len(columns) - before))
+    return _table(results, load, columns, tuple(heads))
 
 
 def load_table(results: Results, figure: Figure) -> Table:
     """One figure, systems by loads, with its ratio to `off`."""
     off = next((system for system in results.systems if system.name == "off"), None)
-    unit = _unit(results, results.loads, [figure], figure)
-    columns = [_column(results, load, figure, unit, off) for load in results.loads]
-    return Table((), tuple(load.label for load in results.loads), _rows(results, None, columns), unit[0])
+    unit, factor = _unit(results, results.loads, [figure], figure)
+    columns = [(load.label, _cells(results, load, figure, factor, off)) for load in results.loads]
+    return _table(results, None, columns, unit=unit)
+
+
+def _table(
+    results: Results,
+    load: Load | None,
+    columns: Sequence[Column],
+    heads: tuple[tuple[str, int], ...] = (),
+    unit: str = "",
+) -> Table:
+    """Without systems that did not play this load; with load None, of all loads."""
+    rows = []
+    for index, system in enumerate(results.systems):
+        groups = [group for (name, at), group in results.groups.items() if name == system.name and load in (None, at)]
+        if groups:
+            cells = tuple(cells[index] for _, cells in columns)
+            rows.append(Row(system, cells, any(group.partial for group in groups)))
+    return Table(heads, tuple(head for head, _ in columns), tuple(rows), unit)
 
 
 @dataclass(frozen=True)
@@ -183,20 +179,15 @@ class Loss:
 
     system: System
     load: Load
-    repeat: int
-    lost: int
-    requests: int
-    reasons: tuple[tuple[str, int], ...]
+    run: RunDocument
+    reasons: list[tuple[str, int]]
 
 
 def losses(results: Results) -> list[Loss]:
     found = []
     systems = {system.name: system for system in results.systems}
     for run in results.document.runs:
-        lost = int(run.summary.get("lost") or 0)
-        if lost and run.system in systems:
+        if run.summary.get("lost") and run.system in systems:
             reasons = Counter(record.error for record in run.records if record.error is not None)
-            requests = int(run.summary.get("requests") or 0)
-            common = tuple(reasons.most_common(3))
-            found.append(Loss(systems[run.system], Load.of(run), run.repeat, lost, requests, common))
+            found.append(Loss(systems[run.system], Load.of(run), run, reasons.most_common(3)))
     return found
