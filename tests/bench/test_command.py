@@ -106,16 +106,17 @@ def uncalibrated(monkeypatch):
 
 def raise_at(monkeypatch, *numbers):
     """A signal after each of these requests, counted over all runs."""
-    send, sent = player._Play._send, []
+    send, sent = player.Ledger.send, []
 
-    def interrupted(self, index, item):
-        send(self, index, item)
+    def interrupted(self, engine, index, item, arrival):
+        accepted = send(self, engine, index, item, arrival)
         sent.append(index)
         for at, number in numbers:
             if len(sent) == at:
                 signal.raise_signal(number)
+        return accepted
 
-    monkeypatch.setattr(player._Play, "_send", interrupted)
+    monkeypatch.setattr(player.Ledger, "send", interrupted)
 
 
 @pytest.mark.parametrize(("number", "status", "word"), SIGNALS)
