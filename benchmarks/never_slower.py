@@ -79,7 +79,7 @@ def compare(
         chosen = [prompts[(turn * count + i) % len(prompts)] for i in range(count)]
         rates, work, outputs = {}, {}, {}
         for name in (off, other) if turn % 2 else (other, off):
-            engine = llm._open_engine()
+            engine = llm.engine
             engine.scheduler.drafts.policy = policies[name]
             before = engine.stats.drafted
             started, computed = perf_counter(), process_time()
