@@ -38,7 +38,7 @@ from triton.runtime.errors import OutOfResources
 
 from faser.runtime.cuda import linear
 from faser.runtime.cuda.compile import compile_all
-from faser.runtime.cuda.linear import Workspace
+from faser.runtime.cuda.linear import LinearWorkspace
 from faser.runtime.cuda.linear_plans import CUBLAS, TILE_ROWS, Plan, Product, choose, persistent
 from tools import inflate
 from tools.inflate import Shape
@@ -102,7 +102,7 @@ class Stack:
                 torch.empty(n, k, device=device, dtype=dtype).normal_(0, 0.02) for _ in range(copies)
             ]
         self.norm = torch.ones(shape.hidden_size, device=device, dtype=dtype)
-        self.workspace = Workspace.allocate(device)
+        self.workspace = LinearWorkspace.allocate(device)
 
     def allocate(self, num_rows: int) -> None:
         def rows(like: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -237,7 +237,7 @@ def try_plans(name: str, rows: list[int], vocabulary: int, products: list[str], 
         plans = list(dict.fromkeys((chosen, *candidates(product, num_rows, n, k))))
         found: list[tuple[float, Plan]] = []
         with patch.object(linear, "MAX_SPLIT_PROGRAMS", MOST_SPLIT):
-            stack.workspace = Workspace.allocate(stack.norm.device)
+            stack.workspace = LinearWorkspace.allocate(stack.norm.device)
             compile_all(partial(stack.run_product, product, 0, plan) for plan in plans)
             found.append((round(measure_product(stack, product, chosen), 1), chosen))
             for plan in plans[1:]:

@@ -35,7 +35,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.lib.http_client import Server, read_metrics, read_texts, resident_bytes
-from faser.bench.client import Answer, Connection, events, request_head
+from faser.bench.client import ClientConnection, HttpAnswer, events, request_head
 
 MAX_MODEL_LEN = 512
 # Small pages: a request is admitted with one spare page and outgrows it.
@@ -247,7 +247,7 @@ class Client:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._connection: Connection | None = None  # kept for the next request if the last one ended well
+        self._connection: ClientConnection | None = None  # kept for the next request if the last one ended well
 
     async def run(self, item: Item) -> Outcome:
         outcome = Outcome(item, choices=[Choice() for _ in range(item.num_choices)])
@@ -274,7 +274,7 @@ class Client:
 
     async def _exchange(self, item: Item, outcome: Outcome) -> None:
         if self._connection is None:
-            self._connection = await Connection.open(self._url)
+            self._connection = await ClientConnection.open(self._url)
         connection, data = self._connection, item.data
         if item.kind == "body too large":
             await self._send_large(connection, item, outcome)
@@ -292,7 +292,7 @@ class Client:
         else:
             _take_whole(outcome, b"".join([part async for part in connection.parts(headers)]))
 
-    async def _read_stream(self, connection: Connection, headers: dict[str, str], outcome: Outcome) -> None:
+    async def _read_stream(self, connection: ClientConnection, headers: dict[str, str], outcome: Outcome) -> None:
         num_events, done = 0, False
         async for event in events(connection.parts(headers)):
             if done:
@@ -307,12 +307,12 @@ class Client:
         if not done:
             raise ValueError("a stream without [DONE]")
 
-    async def _send_large(self, connection: Connection, item: Item, outcome: Outcome) -> None:
+    async def _send_large(self, connection: ClientConnection, item: Item, outcome: Outcome) -> None:
         """Send with a content length or in chunks. The server may answer, and close, before everything is sent."""
         data, declared = item.data, item.number % 2 == 0
         head = request_head("POST", item.path, len(data) if declared else None)
         connection.write(head + (data if declared else _in_chunks(data)))
-        answer: Answer = await connection.answer()
+        answer: HttpAnswer = await connection.answer()
         outcome.status = answer.status
         _take_whole(outcome, answer.body)
         self._drop(False)
@@ -438,7 +438,7 @@ async def run_load(url: str, items: Sequence[Item], concurrency: int, samples: S
 
 
 async def metrics(url: str) -> dict[str, float]:
-    connection = await Connection.open(url)
+    connection = await ClientConnection.open(url)
     answer = await connection.ask("/metrics")
     connection.close()
     return read_metrics(answer.body.decode())

@@ -1,4 +1,4 @@
-"""No module imports upwards: a layer knows the layers below it and nothing of those above."""
+"""The shape of the package: no module imports upwards, and no two classes share a name."""
 
 from __future__ import annotations
 
@@ -67,3 +67,12 @@ def test_imports_for_type_checking_and_inside_functions_count(tmp_path):
         "def late():\n    import faser.cli.main\n    from faser import sim\n"
     )
     assert set(imported_modules(file)) == {"faser.llm", "faser.cli.main", "faser.sim"}
+
+
+def test_no_two_classes_share_a_name():
+    files: dict[str, list[str]] = {}
+    for path in (ROOT / "faser").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name.lstrip("_"), []).append(path.relative_to(ROOT).as_posix())
+    assert {name: where for name, where in files.items() if len(where) > 1} == {}

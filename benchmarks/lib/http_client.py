@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from faser.bench.client import Answer, Connection, request_head
+from faser.bench.client import ClientConnection, HttpAnswer, request_head
 from faser.traffic import prompts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,11 +150,11 @@ def _stat(pid: int) -> list[str]:
 # ── one exchange at a time ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def get(url: str, path: str) -> Answer:
+def get(url: str, path: str) -> HttpAnswer:
     """Outside an event loop."""
 
-    async def ask() -> Answer:
-        connection = await Connection.open(url)
+    async def ask() -> HttpAnswer:
+        connection = await ClientConnection.open(url)
         answer = await connection.ask(path)
         connection.close()
         return answer

@@ -16,7 +16,7 @@ _NOTHING: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpAnswer:
     status: int
     headers: dict[str, str]
     body: bytes
@@ -33,7 +33,7 @@ def request_head(
     ).encode()
 
 
-class Connection:
+class ClientConnection:
     """One connection; exchanges follow one another."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -41,13 +41,13 @@ class Connection:
         self._writer = writer
 
     @classmethod
-    async def open(cls, url: str) -> Connection:
+    async def open(cls, url: str) -> ClientConnection:
         parts = urlsplit(url)
         encrypted = parts.scheme == "https"
         port = parts.port or (443 if encrypted else 80)
         return cls(*await asyncio.open_connection(parts.hostname, port, limit=MAX_LINE, ssl=encrypted or None))
 
-    async def ask(self, path: str, body: bytes | None = None) -> Answer:
+    async def ask(self, path: str, body: bytes | None = None) -> HttpAnswer:
         """A whole exchange: POST with a body, GET without."""
         self.write(request_head("GET" if body is None else "POST", path, len(body or b"")) + (body or b""))
         return await self.answer()
@@ -58,9 +58,9 @@ class Connection:
     async def drain(self) -> None:
         await self._writer.drain()
 
-    async def answer(self) -> Answer:
+    async def answer(self) -> HttpAnswer:
         status, headers = await self.head()
-        return Answer(status, headers, b"".join([part async for part in self.parts(headers)]))
+        return HttpAnswer(status, headers, b"".join([part async for part in self.parts(headers)]))
 
     async def head(self) -> tuple[int, dict[str, str]]:
         first, *lines = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")[:-2]

@@ -26,7 +26,7 @@ MARGIN = 1.1  # factor on the total: only the first system is calibrated, and ot
 
 
 @dataclass(frozen=True)
-class Pace:
+class MeasuredPace:
     """Tokens per second with `size` requests at once."""
 
     size: int
@@ -38,9 +38,9 @@ class Pace:
         return prompt + sum(item.max_tokens for item in items) / self.output
 
 
-def calibrate(play: Callable[[Workload], Run], items: Sequence[Item]) -> tuple[Pace, ...]:
+def calibrate(play: Callable[[Workload], Run], items: Sequence[Item]) -> tuple[MeasuredPace, ...]:
     """The paces at SIZES, until a larger size does not pay or would take too long; none if nothing was answered."""
-    paces: list[Pace] = []
+    paces: list[MeasuredPace] = []
     endless, spent = cycle(items), 0.0
     for size in SIZES:
         runs = [play(Workload(_short(islice(endless, size), tokens))) for tokens in (1, MOST_OUTPUT)]
@@ -69,7 +69,7 @@ def _answered(run: Run) -> list[tuple[Record, float, float]]:
     return [(record, first, end) for record, first, end in kept if first is not None and end is not None]
 
 
-def _pace(size: int, prompts: Run, whole: Run) -> Pace | None:
+def _pace(size: int, prompts: Run, whole: Run) -> MeasuredPace | None:
     """`prompts` has one token for each request, so its seconds are those of the prompts; `whole` also decodes.
 
     Decoding is estimated in two ways and the slower counts: from the extra seconds of `whole`, which are noisy if
@@ -83,10 +83,10 @@ def _pace(size: int, prompts: Run, whole: Run) -> Pace | None:
     decoding = seconds - sum(record.num_prompt for record, _, _ in long) / prompt
     later = sum(record.num_tokens - 1 for record, _, _ in long)  # tokens after the first
     rate = sum((record.num_tokens - 1) / (end - first) for record, first, end in long if end > first)
-    return Pace(size, prompt, min(later / decoding if later and decoding > 0 else math.inf, rate or math.inf))
+    return MeasuredPace(size, prompt, min(later / decoding if later and decoding > 0 else math.inf, rate or math.inf))
 
 
-def default_rate(paces: Sequence[Pace], items: Sequence[Item]) -> float:
+def default_rate(paces: Sequence[MeasuredPace], items: Sequence[Item]) -> float:
     """Requests per second: LOAD of the system's capacity for these requests, rounded down to two digits."""
     rate = LOAD * max(len(items) / pace.seconds(items) for pace in paces)
     power = 10.0 ** (math.floor(math.log10(rate)) - 1)
@@ -97,7 +97,7 @@ def default_rate(paces: Sequence[Pace], items: Sequence[Item]) -> float:
 class Estimate:
     """Seconds of a run, from the paces of a calibration; without paces, from the arrivals alone."""
 
-    paces: tuple[Pace, ...]
+    paces: tuple[MeasuredPace, ...]
 
     def of_run(self, workload: Workload) -> float:
         items = workload.items

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from faser.bench.client import Answer, Connection, events, request_head
+from faser.bench.client import ClientConnection, HttpAnswer, events, request_head
 from faser.errors import ConfigError, RemoteError
 from faser.traffic.document import Item, Record, Run, Workload
 from faser.traffic.play import Stopped, Update, never, no_update, seconds_of
@@ -66,8 +66,8 @@ class Remote:
                 "expected a server of the OpenAI API"
             ) from None
 
-    async def _ask(self, path: str) -> Answer:
-        connection = await Connection.open(self.url)
+    async def _ask(self, path: str) -> HttpAnswer:
+        connection = await ClientConnection.open(self.url)
         try:
             connection.write(self._head("GET", path, 0))
             return await connection.answer()
@@ -99,7 +99,7 @@ class Remote:
         """One request; fills `seen` while the answer arrives. Raises RemoteError, or one of _FAILURES."""
         sent_ignore_eos = self.takes_ignore_eos
         body = json.dumps(self.body_of(index, item)).encode()
-        connection = await Connection.open(self.url)
+        connection = await ClientConnection.open(self.url)
         try:
             connection.write(self._head("POST", "/v1/completions", len(body)) + body)
             status, headers = await connection.head()
@@ -150,7 +150,9 @@ class _Seen:
         )
 
 
-async def _read_stream(connection: Connection, headers: dict[str, str], seen: _Seen, now: Callable[[], float]) -> None:
+async def _read_stream(
+    connection: ClientConnection, headers: dict[str, str], seen: _Seen, now: Callable[[], float]
+) -> None:
     last = None
     async for event in events(connection.parts(headers)):
         if event == b"[DONE]":
@@ -181,10 +183,10 @@ def play_remote(
     update: Update = no_update,
 ) -> Run:
     """One run. It ends with its last request, or early, as partial, when `stopped` returns true."""
-    return asyncio.run(_Play(remote, workload).run(system, stopped, update))
+    return asyncio.run(_RemotePlay(remote, workload).run(system, stopped, update))
 
 
-class _Play:
+class _RemotePlay:
     def __init__(self, remote: Remote, workload: Workload) -> None:
         self._remote = remote
         self._workload = workload

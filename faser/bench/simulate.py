@@ -19,7 +19,7 @@ from faser.cost.profile import Profile
 from faser.errors import ConfigError
 from faser.sim.cluster import play_cluster
 from faser.sim.fluid import play_fluid
-from faser.sim.oracle import Acceptance, parse_acceptance
+from faser.sim.oracle import AcceptanceModel, parse_acceptance
 from faser.sim.replica import Machine, load_profile, make_replica
 from faser.sim.throughput import ThroughputTable, measure_throughput
 from faser.traffic.document import Document, Run, RunDocument, Workload
@@ -99,7 +99,7 @@ class SimulatedSystem:
 
     name: str
     machine: Machine
-    acceptance: Acceptance
+    acceptance: AcceptanceModel
     seed: int = 0
     num_replicas: int = 1
     _num_played: Counter[int] = field(default_factory=Counter)  # by id of the workload

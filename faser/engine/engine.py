@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 from faser.cost.profiled_cost import ProfiledCost
 from faser.cost.step_cost import StepCost
 from faser.engine.scheduler import Scheduler
-from faser.engine.slots import StopChecker
+from faser.engine.slots import OutputChecker
 from faser.engine.stats import EngineStats
 from faser.policy.early_exit import EarlyExit
 from faser.request import FinishReason, Progress, Request
@@ -96,7 +96,7 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._running)
 
-    def add(self, request: Request, checker: StopChecker | None = None) -> None:
+    def add(self, request: Request, checker: OutputChecker | None = None) -> None:
         self.scheduler.add(request, checker)
 
     def cancel(self, request_id: str) -> bool:

@@ -22,7 +22,7 @@ from faser.engine.pages import PagePool, PagePools
 from faser.engine.prefixes import Prefixes
 from faser.engine.prompt_pace import StepPace, prompt_room, share_rows
 from faser.engine.reporter import Reporter
-from faser.engine.slots import OpenRequest, SlotTable, StopChecker
+from faser.engine.slots import OpenRequest, OutputChecker, SlotTable
 from faser.errors import EngineError, InvalidRequest
 from faser.limits import Limits
 from faser.policy import Policy
@@ -103,7 +103,7 @@ class Scheduler:
 
     # ── what the engine calls ────────────────────────────────────────────────────────────────────────────────────────
 
-    def add(self, request: Request, checker: StopChecker | None = None) -> None:
+    def add(self, request: Request, checker: OutputChecker | None = None) -> None:
         """Queue a request, or refuse it at once if it can never be served."""
         if request.id in self._requests:
             raise InvalidRequest(f"request id {request.id!r} is already in use; give every open request its own")

@@ -22,7 +22,7 @@ from faser.request import Finish, FinishReason, Request, Stats
 from faser.step import Admission, StepPlan, StepResult
 
 
-class StopChecker(Protocol):
+class OutputChecker(Protocol):
     """Looks for stop strings in a request's output (faser/text/tokenizer.py)."""
 
     @property
@@ -38,7 +38,7 @@ class OpenRequest:
     """A request that waits or runs. While it runs, its slot's arrays hold its tokens and counts."""
 
     request: Request
-    checker: StopChecker | None
+    checker: OutputChecker | None
     number: int  # counts arrivals: an older request has a smaller number
     token_ids: IntArray  # the context, while the request waits
     page_names: list[bytes] = field(default_factory=list)  # of the full pages of the context

@@ -101,22 +101,22 @@ class Adaptive(Policy):
         is_late = view.lag > MAX_STEADY_LAG
         if is_late[may_draft].all() and not self._catch_up_pays(view, view.cost, may_draft, may_draft):
             return none  # the usual case in large batches; what follows takes several times as long
-        batch = _Batch(view, view.cost)
+        batch = _DecodingBatch(view, view.cost)
         self._plain_seconds[batch.size] = batch.plain_seconds
         survival = self._survival(view)
         row = batch.row_beside_prompts()
         max_price = self._price(batch.plain_seconds / batch.size, row)
         if batch.can_never_pay(max_price * float(survival.max())):
             return none
-        drafts = _Drafts.of(survival)
-        steps = _Steps(batch, drafts)
+        drafts = _DraftOrder.of(survival)
+        steps = _StepPrices(batch, drafts)
         fastest = steps.fastest()
         if fastest is None:
             return none
         drafting = fastest.lengths > 0
         late = drafting & is_late
         if late.any() and not self._catch_up_pays(view, view.cost, drafting, late):
-            steps = _Steps(batch, drafts.without(is_late))
+            steps = _StepPrices(batch, drafts.without(is_late))
             fastest = steps.fastest()
         if fastest is None:
             return none
@@ -192,7 +192,7 @@ class Adaptive(Policy):
         return row + (share - row) * min(1.0, (1 - self._prompt_share) / SLACK)
 
 
-class _Batch:
+class _DecodingBatch:
     """Seconds of the step, by the number of drafted tokens: looked up once per view."""
 
     def __init__(self, view: BatchView, cost: ProfiledCost) -> None:
@@ -232,7 +232,7 @@ class _Batch:
 
 
 @dataclass(frozen=True)
-class _Drafts:
+class _DraftOrder:
     """Tokens that could be drafted, by falling survival; those of one request in order of position. Arrays are [N]."""
 
     owner: IntArray
@@ -240,20 +240,20 @@ class _Drafts:
     survival: FloatArray
 
     @classmethod
-    def of(cls, survival: FloatArray) -> _Drafts:
+    def of(cls, survival: FloatArray) -> _DraftOrder:
         """Those with a survival above 0. Survival [B, depth] falls with the position."""
         depth, flat = survival.shape[1], survival.ravel()
         order = np.argsort(-flat, kind="stable")[: np.count_nonzero(flat)]
         owner = order // depth
         return cls(owner, order - depth * owner, flat[order])
 
-    def without(self, requests: BoolArray) -> _Drafts:
+    def without(self, requests: BoolArray) -> _DraftOrder:
         kept = ~requests[self.owner]
-        return _Drafts(self.owner[kept], self.position[kept], self.survival[kept])
+        return _DraftOrder(self.owner[kept], self.position[kept], self.survival[kept])
 
 
 @dataclass(frozen=True)
-class _Choice:
+class _LengthChoice:
     """Lengths, and what is expected of the step."""
 
     lengths: IntArray
@@ -265,10 +265,10 @@ class _Choice:
         return self.seconds / self.num_tokens
 
 
-class _Steps:
+class _StepPrices:
     """All steps considered: the likeliest n drafts among those of at most d positions, for every n [N] and d [D]."""
 
-    def __init__(self, batch: _Batch, drafts: _Drafts) -> None:
+    def __init__(self, batch: _DecodingBatch, drafts: _DraftOrder) -> None:
         self._batch = batch
         self._owner, self._position = drafts.owner[:MAX_DRAFTS], drafts.position[:MAX_DRAFTS]
         self._survival = drafts.survival[:MAX_DRAFTS]
@@ -281,16 +281,16 @@ class _Steps:
         self._gain = _sum_down((is_at * self._survival).cumsum(axis=1))
         self._count = _sum_down(drafting)
 
-    def fastest(self) -> _Choice | None:
+    def fastest(self) -> _LengthChoice | None:
         """The step with the most tokens per second, without prompt rows."""
         size = self._batch.size
         return self._best(self._batch.alone, lambda gain, seconds: (size + gain) / seconds)
 
-    def most_valuable(self, price: float) -> _Choice | None:
+    def most_valuable(self, price: float) -> _LengthChoice | None:
         """The step with the largest price × gain - seconds, with the prompt rows of this step."""
         return self._best(self._batch.beside, lambda gain, seconds: price * gain - seconds)
 
-    def _best(self, verify: FloatArray, value: Callable[[Any, Any], Any]) -> _Choice | None:
+    def _best(self, verify: FloatArray, value: Callable[[Any, Any], Any]) -> _LengthChoice | None:
         """The step with the largest value(gain, seconds); None if it has no drafts. `verify`: seconds by drafts."""
         if not self._owner.size:
             return None
@@ -303,7 +303,7 @@ class _Steps:
         depth, last = divmod(best, values.shape[1])
         taken = self._position[: last + 1] <= depth
         lengths = np.bincount(self._owner[: last + 1][taken], minlength=self._batch.size)
-        return _Choice(lengths, self._batch.size + float(self._gain.flat[best]), float(seconds.flat[best]))
+        return _LengthChoice(lengths, self._batch.size + float(self._gain.flat[best]), float(seconds.flat[best]))
 
 
 def _mean(numbers: IntArray) -> float:

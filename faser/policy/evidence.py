@@ -15,7 +15,7 @@ from faser.policy.base import Outcome
 
 BLOCK_STEPS = 4
 MIN_PAIRS, MAX_PAIRS = 2, 8  # of blocks in a comparison
-REST_STEPS = 16  # between two pairs of blocks: by the latest result; without drafts while there is none
+REST_STEPS = 48  # between two pairs of blocks: by the latest result; without drafts while there is none
 CERTAIN_ERRORS = 2.0  # a mean log ratio of this many standard errors decides a comparison
 MIN_ERROR = 0.02  # standard error of a mean log ratio: two blocks may agree by chance
 UNTRUSTED_LENGTH = 3  # tokens a request drafts at most where a gain cannot be trusted

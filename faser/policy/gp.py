@@ -79,7 +79,7 @@ class _Window:
 
 
 @dataclass(frozen=True)
-class _Batch:
+class _GpBatch:
     """The requests of a view by band, and the steps that the search compares."""
 
     view: BatchView
@@ -89,7 +89,7 @@ class _Batch:
     read: IntArray  # [P, depth] their context
 
     @classmethod
-    def of(cls, view: BatchView, bands: IntArray) -> _Batch:
+    def of(cls, view: BatchView, bands: IntArray) -> _GpBatch:
         assert view.cost is not None
         present = np.unique(bands)
         member = (bands == present[:, None]).astype(np.float64)  # BLAS multiplies floats only
@@ -161,7 +161,7 @@ class FaserGP(Policy):
     def lengths(self, view: BatchView) -> IntArray:
         bands = np.minimum(BANDS * self._acceptance.request_rates(view), BANDS - 1).astype(np.int64)
         self._remember(view, bands)
-        batch = _Batch.of(view, bands)
+        batch = _GpBatch.of(view, bands)
         mean, deviation = self._window.predict(view.num_requests, batch.present)
         found = batch.search(batch.tokens(bands) * np.exp(BETA * deviation - mean))
         return np.minimum(found[np.searchsorted(batch.present, bands)], view.limit)

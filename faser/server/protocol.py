@@ -80,34 +80,34 @@ class ApiError(Exception):
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _ApiObject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One level of a request body."""
 
 
-class StreamOptions(_Request, frozen=True):
+class StreamOptions(_ApiObject, frozen=True):
     include_usage: bool = False
 
 
-class JsonSchema(_Request, frozen=True):
+class JsonSchema(_ApiObject, frozen=True):
     name: str | None = None
     description: str | None = None
     schema: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(_Request, frozen=True):
+class ResponseFormat(_ApiObject, frozen=True):
     type: str
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(_Request, frozen=True):
+class StructuredOutputs(_ApiObject, frozen=True):
     regex: str
 
 
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
-class _Sampled(_Request, frozen=True, kw_only=True):
+class _Sampled(_ApiObject, frozen=True, kw_only=True):
     """The fields that completions and chat share. None: not given."""
 
     model: str | None = None
@@ -218,7 +218,7 @@ class TextPart(msgspec.Struct, frozen=True):
     text: str | None = None
 
 
-class Message(_Request, frozen=True, kw_only=True):
+class Message(_ApiObject, frozen=True, kw_only=True):
     role: str
     content: str | Annotated[list[TextPart], Meta(max_length=MAX_MESSAGES)] | None = None
     name: str | None = None

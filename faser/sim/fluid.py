@@ -24,7 +24,7 @@ SEEN_AFTER = 0.5  # steps, on average, from an arrival to the end of the running
 CHECK_EVERY = 1024  # requests between two checks of `stopped`
 
 
-class _Requests:
+class _FluidRequests:
     """The requests, by index."""
 
     def __init__(self, workload: Workload) -> None:
@@ -35,10 +35,10 @@ class _Requests:
         self.num_ended = 0
 
 
-class _Replica:
+class _FluidReplica:
     """One GPU. `next_event` is the time of its next event if no request arrives before."""
 
-    def __init__(self, machine: Machine, table: ThroughputTable, requests: _Requests) -> None:
+    def __init__(self, machine: Machine, table: ThroughputTable, requests: _FluidRequests) -> None:
         self.next_event = inf
         self.busy = 0.0
         self._requests = requests
@@ -179,8 +179,8 @@ class _Fluid:
     def __init__(self, machine: Machine, table: ThroughputTable, num_replicas: int, workload: Workload) -> None:
         self._machine = machine
         self._workload = workload
-        self._requests = _Requests(workload)
-        self._replicas = [_Replica(machine, table, self._requests) for _ in range(num_replicas)]
+        self._requests = _FluidRequests(workload)
+        self._replicas = [_FluidReplica(machine, table, self._requests) for _ in range(num_replicas)]
         self._router = Router(num_replicas)
         # heap: (time, replica); outdated if the replica's next event differs
         self._events: list[tuple[float, int]] = []

@@ -51,7 +51,7 @@ class Oracle(Protocol):
         ...
 
 
-class Acceptance(Protocol):
+class AcceptanceModel(Protocol):
     """The value of `--acceptance`: makes oracles."""
 
     def oracle(self, categories: Sequence[str], seed: int) -> Oracle:
@@ -224,7 +224,7 @@ def draw_like(document: Document, spread: float = 0.0) -> Draw:
 # ── by name ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def parse_acceptance(text: str) -> Acceptance:
+def parse_acceptance(text: str) -> AcceptanceModel:
     """EXPECTED lists the forms."""
     if text == REPLAY:
         return Replay.shipped()

@@ -13,7 +13,7 @@ import numpy as np
 
 from faser.cost.profiled_cost import ProfiledCost
 from faser.errors import ConfigError
-from faser.sim.oracle import Acceptance
+from faser.sim.oracle import AcceptanceModel
 from faser.sim.replica import Machine, make_replica
 from faser.step import StepPlan, StepResult
 from faser.traffic.document import Workload
@@ -87,7 +87,7 @@ def measure_throughput(
     machine: Machine,
     policy: str,
     workload: Workload,
-    acceptance: Acceptance,
+    acceptance: AcceptanceModel,
     seed: int,
     stopped: Stopped = never,
 ) -> ThroughputTable | None:
@@ -118,7 +118,7 @@ class _Loops:
     machine: Machine
     policy: str
     workload: Workload
-    acceptance: Acceptance
+    acceptance: AcceptanceModel
     seed: int
     stopped: Stopped
 

@@ -82,7 +82,7 @@ def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
 @lru_cache(maxsize=8)  # compiling takes longer than rendering
 def _compile(source: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
@@ -96,7 +96,7 @@ def _compile(source: str) -> jinja2.Template:
         ) from error
 
 
-class _Generation(Extension):
+class _GenerationTag(Extension):
     """{% generation %} … {% endgeneration %} mark the assistant's text for training; here they do nothing."""
 
     tags = {"generation"}  # noqa: RUF012

@@ -33,7 +33,7 @@ _COLUMNS = {
 
 
 @dataclass(frozen=True)
-class Row:
+class TraceRow:
     """One request of a trace."""
 
     arrival: float  # seconds
@@ -48,7 +48,7 @@ def open_text(path: Path) -> IO[str]:
 
 
 @lru_cache(maxsize=2)  # read again for every load
-def read_trace(name: str) -> tuple[Row, ...]:
+def read_trace(name: str) -> tuple[TraceRow, ...]:
     """A shipped trace by name, or a file. Arrivals count from the first row."""
     path = SHIPPED.get(name) or Path(name).expanduser()
     if not path.is_file():
@@ -81,7 +81,7 @@ def _records(file: IO[str], path: Path) -> Iterator[tuple[int, Mapping[str, Any]
         yield number, record
 
 
-def _rows(records: Iterable[tuple[int, Mapping[str, Any]]], name: str) -> Iterator[Row]:
+def _rows(records: Iterable[tuple[int, Mapping[str, Any]]], name: str) -> Iterator[TraceRow]:
     before = -math.inf
     for number, record in records:
         try:
@@ -94,7 +94,7 @@ def _rows(records: Iterable[tuple[int, Mapping[str, Any]]], name: str) -> Iterat
         yield row
 
 
-def _row(record: Mapping[str, Any]) -> Row:
+def _row(record: Mapping[str, Any]) -> TraceRow:
     found = {}
     for field, columns in _COLUMNS.items():
         present = [record[column] for column in columns if record.get(column) is not None]
@@ -102,7 +102,9 @@ def _row(record: Mapping[str, Any]) -> Row:
             given = ", ".join(record) or "none"
             raise ConfigError(f"no column {' or '.join(columns)}; its columns are: {given}")
         found[field] = present[0]
-    return Row(_seconds(found["arrival"]), _count(found["num_prompt"], "prompt"), _count(found["num_output"], "output"))
+    return TraceRow(
+        _seconds(found["arrival"]), _count(found["num_prompt"], "prompt"), _count(found["num_output"], "output")
+    )
 
 
 def _seconds(value: Any) -> float:
@@ -145,7 +147,7 @@ class Timing:
     repeats: bool = False  # with a span: reach a rate above the trace's by taking requests several times
 
 
-def retime(rows: Sequence[Row], timing: Timing, random: np.random.Generator) -> list[Row]:
+def retime(rows: Sequence[TraceRow], timing: Timing, random: np.random.Generator) -> list[TraceRow]:
     """Clip, then change the rate: by stretching time or, with a span, by leaving requests out."""
     end = math.inf if timing.duration is None else timing.start + timing.duration
     kept = [replace(r, arrival=r.arrival - timing.start) for r in rows if timing.start <= r.arrival < end]
@@ -172,7 +174,7 @@ def retime(rows: Sequence[Row], timing: Timing, random: np.random.Generator) -> 
     return [kept[i] for i in sorted(random.permutation(len(kept))[:count])]
 
 
-def _repeated(rows: Sequence[Row], count: int, duration: float, random: np.random.Generator) -> list[Row]:
+def _repeated(rows: Sequence[TraceRow], count: int, duration: float, random: np.random.Generator) -> list[TraceRow]:
     """Take every request equally often, give or take one.
 
     A copy arrives between its original and the next request, so that the load keeps the shape of the trace.
@@ -183,10 +185,10 @@ def _repeated(rows: Sequence[Row], count: int, duration: float, random: np.rando
     arrivals = edges[chosen] + random.random(count) * np.diff(edges)[chosen]
     order = np.argsort(arrivals, kind="stable")
     copies = zip(arrivals[order].tolist(), chosen[order].tolist(), strict=True)
-    return [Row(arrival, rows[i].num_prompt, rows[i].num_output) for arrival, i in copies]
+    return [TraceRow(arrival, rows[i].num_prompt, rows[i].num_output) for arrival, i in copies]
 
 
-def _stretched(rows: Sequence[Row], factor: float) -> list[Row]:
+def _stretched(rows: Sequence[TraceRow], factor: float) -> list[TraceRow]:
     return [replace(row, arrival=row.arrival * factor) for row in rows]
 
 

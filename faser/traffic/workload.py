@@ -20,7 +20,7 @@ import numpy as np
 from faser.errors import ConfigError
 from faser.traffic.document import Item, Workload
 from faser.traffic.prompts import RANDOM, BlankPrompts, Prompts, RandomPrompts, TextPrompts, read_texts
-from faser.traffic.traces import Row, Timing, parse_arrivals, read_trace, retime
+from faser.traffic.traces import Timing, TraceRow, parse_arrivals, read_trace, retime
 
 DEFAULT_ARRIVALS = "poisson:1"
 DEFAULT_DURATION = 30.0
@@ -127,7 +127,7 @@ def _generator(options: WorkloadOptions, purpose: int) -> np.random.Generator:
     return np.random.default_rng([options.seed, purpose])
 
 
-def _rows(options: WorkloadOptions, load: Load) -> list[Row]:
+def _rows(options: WorkloadOptions, load: Load) -> list[TraceRow]:
     timing = options.timing if load.rate is None else replace(options.timing, rate=load.rate, scale=None)
     if load.concurrency is not None:
         number = options.requests or max(LEAST_CLOSED, ROUNDS_CLOSED * load.concurrency)
@@ -143,7 +143,7 @@ def _rows(options: WorkloadOptions, load: Load) -> list[Row]:
     return _lengths(options, times)
 
 
-def _lengths(options: WorkloadOptions, times: Sequence[float]) -> list[Row]:
+def _lengths(options: WorkloadOptions, times: Sequence[float]) -> list[TraceRow]:
     """Rows at these times, with the trace's lengths in turn, or with drawn ones."""
     if options.trace is not None:
         rows = [row for row in read_trace(options.trace) if row.arrival >= options.timing.start]
@@ -153,12 +153,12 @@ def _lengths(options: WorkloadOptions, times: Sequence[float]) -> list[Row]:
     random = _generator(options, 1)
     (least, most), (least_output, most_output) = options.prompt_len, options.output_len
     return [
-        Row(time, int(random.integers(least, most + 1)), int(random.integers(least_output, most_output + 1)))
+        TraceRow(time, int(random.integers(least, most + 1)), int(random.integers(least_output, most_output + 1)))
         for time in times
     ]
 
 
-def _fit(rows: Sequence[Row], options: WorkloadOptions, max_model_len: int | None) -> list[Row]:
+def _fit(rows: Sequence[TraceRow], options: WorkloadOptions, max_model_len: int | None) -> list[TraceRow]:
     """Scale the lengths, then cut them to the options and to the model; an output is cut before a prompt."""
     most = max_model_len or math.inf
     fitted = []
@@ -166,7 +166,7 @@ def _fit(rows: Sequence[Row], options: WorkloadOptions, max_model_len: int | Non
         prompt = min(max(1, round(row.num_prompt * options.length_scale)), options.max_prompt or math.inf)
         output = min(max(1, round(row.num_output * options.length_scale)), options.max_output or math.inf)
         prompt = min(prompt, most - 1)
-        fitted.append(Row(row.arrival, int(prompt), int(min(output, most - prompt))))
+        fitted.append(TraceRow(row.arrival, int(prompt), int(min(output, most - prompt))))
     return fitted
 
 

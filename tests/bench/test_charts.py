@@ -11,7 +11,7 @@ import pytest
 from markupsafe import Markup
 
 from faser.bench.report import charts, scales
-from faser.bench.report.charts import Bar, Line, Panel, Part, Point, Trace
+from faser.bench.report.charts import Bar, BarPart, Line, Panel, Point, Trace
 from faser.bench.report.scales import Axis, Scale
 from faser.bench.report.svg import Look, Size
 from tests.bench.markup import box, reading
@@ -83,19 +83,19 @@ DRAWINGS = {
         "t", [Line("a", Look("red"), (Point(1.0, 0.0),))], Axis("x", str), Axis("y", str), replace(size, height=300)
     ),
     "bars": lambda size: charts.bar_chart(
-        "t", [Bar("off", (Part(5.0, Look("grey")),), "5.00", 4.0, 6.0), Bar("x" * 60, (), "–")], size,
+        "t", [Bar("off", (BarPart(5.0, Look("grey")),), "5.00", 4.0, 6.0), Bar("x" * 60, (), "–")], size,
     ),
     "bars of parts": lambda size: charts.bar_chart(
-        "t", [Bar("a", (Part(0.2, Look("orange"), text="20%"), Part(0.8, Look("blue"), text="80%")), "9 s"),
-              Bar("b", (Part(0.0, Look("orange")), Part(0.0, Look("blue"))), "0 s")],
+        "t", [Bar("a", (BarPart(0.2, Look("orange"), text="20%"), BarPart(0.8, Look("blue"), text="80%")), "9 s"),
+              Bar("b", (BarPart(0.0, Look("orange")), BarPart(0.0, Look("blue"))), "0 s")],
         size, [("draft", Look("orange")), ("a phase with a long name", Look("blue"))],
     ),
     "grid": lambda size: charts.grid(
         "t", ["code", "chat"], [f"fixed:{k}" for k in range(1, 9)],
-        {("code", f"fixed:{k}"): Part(k / 8, Look("blue"), text="x") for k in range(1, 9)}, size,
+        {("code", f"fixed:{k}"): BarPart(k / 8, Look("blue"), text="x") for k in range(1, 9)}, size,
     ),
     "grid of one column": lambda size: charts.grid(
-        "t", ["code"], ["faser"], {("code", "faser"): Part(0.5, Look("blue"), text="50%")}, size
+        "t", ["code"], ["faser"], {("code", "faser"): BarPart(0.5, Look("blue"), text="50%")}, size
     ),
     "timeline": lambda size: charts.timeline(
         "t", [0.0, 1.0, 2.0, 3.0], [Panel(Axis("y", str), (Trace("a", Look("blue"), (1.0, None, 3.0), True),))],
@@ -139,6 +139,6 @@ def test_a_step_holds_from_the_time_before_to_its_own() -> None:
 
 
 def test_words_in_a_chart_are_escaped() -> None:
-    parts = (Part(1.0, Look("blue"), tip='"<b>', text="<u>"),)
+    parts = (BarPart(1.0, Look("blue"), tip='"<b>', text="<u>"),)
     chart = charts.bar_chart("<t>", [Bar("<i>", parts, "&")], Size(300))
     assert not {"i", "b", "u", "t"} & {tag for tag, _ in reading(str(chart)).tags}

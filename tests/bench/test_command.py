@@ -13,7 +13,7 @@ import pytest
 
 from faser.bench import command
 from faser.bench.command import Asked
-from faser.bench.estimate import Estimate, Pace
+from faser.bench.estimate import Estimate, MeasuredPace
 from faser.bench.results import read_against
 from faser.bench.table import render
 from faser.cli.main import main, make_parser
@@ -100,7 +100,7 @@ def handlers(request):
 @pytest.fixture
 def uncalibrated(monkeypatch):
     """Every request that is sent is one of a run."""
-    estimate = Estimate((Pace(1, 100.0, 100.0),))
+    estimate = Estimate((MeasuredPace(1, 100.0, 100.0),))
     monkeypatch.setattr(command, "size_traffic", lambda asked, system, vocabulary: (asked, estimate))
 
 

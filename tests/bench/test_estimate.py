@@ -7,7 +7,7 @@ import re
 import pytest
 
 from faser.bench.command import Asked, Interrupts, Session, make_workloads, size_traffic
-from faser.bench.estimate import SIZES, Estimate, Pace, calibrate, default_rate, in_words, rounded_up
+from faser.bench.estimate import SIZES, Estimate, MeasuredPace, calibrate, default_rate, in_words, rounded_up
 from faser.bench.systems import PolicySystem
 from faser.cli.main import make_parser
 from faser.traffic.document import Item, Record, Run, Workload
@@ -135,7 +135,7 @@ def test_loads_systems_and_repeats_are_counted():
 
 def test_a_run_that_takes_longer_than_estimated_says_so_once(capsys):
     machine = Machine("--rate", "4", "--duration", "20", "--policies", "off")
-    machine.session.estimate = Estimate((Pace(1, 1e9, 1e9),))
+    machine.session.estimate = Estimate((MeasuredPace(1, 1e9, 1e9),))
     execute = machine.systems[0].engine.executor.execute
 
     def slowly(plan):

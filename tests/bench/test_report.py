@@ -16,7 +16,7 @@ from markupsafe import escape
 
 from benchmarks.lib.ablation import LADDER, explained
 from faser.bench.report import charts, drawings, figures, legend, page, svg, tables
-from faser.bench.report.charts import Bar, Line, Part, Point
+from faser.bench.report.charts import Bar, BarPart, Line, Point
 from faser.bench.report.scales import Axis
 from faser.bench.report.svg import Look, Size
 from faser.policy import POLICIES as POLICY_NAMES
@@ -462,7 +462,7 @@ def test_a_browser_that_fails_takes_its_helpers_with_it(tmp_path: Path) -> None:
 def test_a_browser_draws_a_png_at_twice_its_size(tmp_path: Path) -> None:
     if page.browser() is None:
         pytest.skip("no Chromium: install the package chromium")
-    chart = charts.bar_chart("t", [Bar("a", (Part(1.0, Look("blue")),), "1")], Size(200))
+    chart = charts.bar_chart("t", [Bar("a", (BarPart(1.0, Look("blue")),), "1")], Size(200))
     (path,) = page.write_images(tmp_path, {"bars.png": chart}, pytest.fail)
     head = path.read_bytes()[:24]
     assert head[:8] == b"\x89PNG\r\n\x1a\n"

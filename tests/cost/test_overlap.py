@@ -87,7 +87,7 @@ def test_a_step_that_waits_takes_the_await_seconds_longer():
 
 
 def learn_waiting(cost: ProfiledCost, more: float, steps: int, leads: bool = True) -> StepPlan:
-    """Steps that took so many seconds more than both models and the host; returns their plan."""
+    """Learn steps that took `more` seconds longer than both models and the host; returns their plan."""
     plan = overlapping(make_plan([100, 200], 3), lead=1, leads=leads)
     spent = cost.parts(plan)
     for _ in range(steps):
@@ -112,7 +112,7 @@ def lead_seconds(plan: StepPlan) -> float:
 
 
 def learn_beside(cost: ProfiledCost, plan: StepPlan, factor: float, steps: int) -> None:
-    """Both at once took so many times as long as the profile says, beside the lead."""
+    """Learn steps in which both at once took `factor` times the profiled seconds, the lead aside."""
     lead = lead_seconds(plan)
     total = lead + factor * (ProfiledCost(cost.profile).parts(plan).total - lead)
     for _ in range(steps):

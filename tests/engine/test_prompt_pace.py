@@ -62,7 +62,7 @@ def test_a_context_far_longer_than_any_seen_begins_with_few_rows():
     pace = Pace(32)
     read(pace, Machine(per_pair=1e-9), 500)
     room = pace.room(4096, BOUND, 8)
-    assert share(room, [5000], [10_000_000])[0] == 8, "of so many pairs nothing is known"
+    assert share(room, [5000], [10_000_000])[0] == 8, "this many pairs were never measured"
 
 
 @settings(max_examples=100, deadline=None)

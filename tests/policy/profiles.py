@@ -42,7 +42,7 @@ def make_view(
     num_tokens: object = 200,
     prefill_rows: int = 0,
 ) -> BatchView:
-    """So many requests; numbers hold for all of them, lists for each."""
+    """A view of `size` requests; a number holds for all of them, a list has one value for each."""
 
     def each(value: object) -> np.ndarray:
         return np.broadcast_to(np.array(value, dtype=np.int64), size).copy()

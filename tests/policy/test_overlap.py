@@ -42,7 +42,7 @@ def view_of(size: int, rate: object, share: float | dict[int, float] | None, awa
 
 
 def draft_seconds(view, length: int) -> float:
-    """Of so many tokens for everybody."""
+    """Seconds of drafting `length` tokens for everybody."""
     cost, size, context = view.cost, view.num_requests, float(view.num_tokens.sum())
     return float(cost.first_draft(size, context)) + (length - 1) * float(cost.next_draft(size, context))
 

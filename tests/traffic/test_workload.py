@@ -9,7 +9,7 @@ import pytest
 from faser.errors import ConfigError, InvalidRequest
 from faser.traffic.document import Item, Workload
 from faser.traffic.prompts import enclosing_tokens, read_texts
-from faser.traffic.traces import SHIPPED, Row, Timing, parse_arrivals, read_trace, retime
+from faser.traffic.traces import SHIPPED, Timing, TraceRow, parse_arrivals, read_trace, retime
 from faser.traffic.workload import (
     Load,
     Vocabulary,
@@ -118,7 +118,7 @@ def test_a_missing_trace_is_refused_with_the_names_of_the_shipped_ones():
         read_trace("azure-chat")
 
 
-ROWS = [Row(float(second), 10 + second, 5) for second in range(100)]
+ROWS = [TraceRow(float(second), 10 + second, 5) for second in range(100)]
 
 
 def test_a_trace_is_clipped_in_its_own_time():

@@ -46,7 +46,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Part:
+class BarPart:
     """A piece of a bar; `text` stands inside if it fits."""
 
     value: float
@@ -60,7 +60,7 @@ class Bar:
     """Parts one after another; `text` stands at the end. Without parts the value is missing."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[BarPart, ...]
     text: str
     low: float | None = None
     high: float | None = None
@@ -210,7 +210,7 @@ def _bar(bar: Bar, x: Scale, middle: float, room: float) -> Markup:
 
 
 def grid(
-    title: str, rows: Sequence[str], columns: Sequence[str], shares: Mapping[tuple[str, str], Part], size: Size
+    title: str, rows: Sequence[str], columns: Sequence[str], shares: Mapping[tuple[str, str], BarPart], size: Size
 ) -> Markup:
     """A table of shares by row and column; a larger share has a darker cell."""
     names = min(max((width_of(row) for row in rows), default=0.0), size.width * 0.3)
@@ -232,7 +232,7 @@ def grid(
     return svg(title, size.width, top + CELL_HEIGHT * len(rows) + 4, *drawn)
 
 
-def _cell(part: Part | None, x: float, y: float, width: float) -> Markup:
+def _cell(part: BarPart | None, x: float, y: float, width: float) -> Markup:
     box = {"x": x, "y": y, "width": width, "height": CELL_HEIGHT - 2, "rx": 3}
     middle = (x + width / 2, y + CELL_HEIGHT / 2 + 3)
     if part is None:

@@ -16,13 +16,13 @@ from itertools import cycle, pairwise
 from markupsafe import Markup
 
 from faser.bench.report import charts
-from faser.bench.report.charts import Bar, Line, Panel, Part, Point, Trace
+from faser.bench.report.charts import Bar, BarPart, Line, Panel, Point, Trace
 from faser.bench.report.figures import (
     FULL,
     HALF,
     THROUGHPUT,
     Figure,
-    Load,
+    LoadPoint,
     Results,
     percent,
     plain,
@@ -30,7 +30,7 @@ from faser.bench.report.figures import (
     share_tick,
     tick,
 )
-from faser.bench.report.legend import System
+from faser.bench.report.legend import SystemLook
 from faser.bench.report.scales import Axis
 from faser.bench.report.svg import Look, Size
 from faser.traffic.document import Moment, RunDocument, Spread
@@ -77,7 +77,7 @@ def over_load(results: Results, figure: Figure, title: str, name: str) -> list[C
     return drawn
 
 
-def _load_lines(results: Results, loads: Sequence[Load], figure: Figure, title: str, name: str) -> Chart:
+def _load_lines(results: Results, loads: Sequence[LoadPoint], figure: Figure, title: str, name: str) -> Chart:
     factor = _factor(figure)
     lines = []
     for system in results.systems:
@@ -100,15 +100,15 @@ def _factor(figure: Figure) -> float:
     return 1000.0 if figure.kind == "seconds" else 1.0
 
 
-def _bar(system: System, figure: Figure, spread: Spread | None, gain: str = "") -> Bar:
+def _bar(system: SystemLook, figure: Figure, spread: Spread | None, gain: str = "") -> Bar:
     if spread is None:
         return Bar(system.name, (), "–")
     middle, low, high = (_factor(figure) * value for value in (spread.median, spread.min, spread.max))
-    part = Part(middle, system.look, f"{system.name}\n{ranged(figure, spread)}")
+    part = BarPart(middle, system.look, f"{system.name}\n{ranged(figure, spread)}")
     return Bar(system.name, (part,), plain(middle) + gain, low, high)
 
 
-def positions(results: Results, load: Load) -> Chart | None:
+def positions(results: Results, load: LoadPoint) -> Chart | None:
     """Acceptance by position in the draft, over all repeats."""
     lines = []
     for system in results.systems:
@@ -129,7 +129,7 @@ def positions(results: Results, load: Load) -> Chart | None:
     return _both("positions", partial(charts.line_chart, title, lines, across, up), *results.size)
 
 
-def category_grid(results: Results, load: Load) -> Chart | None:
+def category_grid(results: Results, load: LoadPoint) -> Chart | None:
     """Acceptance by category and system, over all repeats."""
     verified, accepted = Counter[tuple[str, str]](), Counter[tuple[str, str]]()  # by (category, system)
     for system in results.systems:
@@ -145,14 +145,14 @@ def category_grid(results: Results, load: Load) -> Chart | None:
     for (name, of), seen in verified.items():
         taken = accepted[name, of]
         tip = f"{of}, {name}\n{percent(taken / seen)}: {taken:,} of {seen:,}"
-        shares[name, of] = Part(taken / seen, Look("blue"), tip, share_tick(taken / seen))
+        shares[name, of] = BarPart(taken / seen, Look("blue"), tip, share_tick(taken / seen))
     names = sorted({name for name, _ in verified}, key=lambda name: (name == NO_CATEGORY, name))
     systems = list(dict.fromkeys(of for _, of in verified))
     draw = partial(charts.grid, "acceptance by category", names, systems, shares)
     return _both("categories", draw, results.size[0])
 
 
-def phases(results: Results, load: Load) -> Chart | None:
+def phases(results: Results, load: LoadPoint) -> Chart | None:
     """Shares of a run's time by phase, over all repeats."""
     found: dict[str, Counter[str]] = {}
     for system in results.systems:
@@ -170,12 +170,12 @@ def phases(results: Results, load: Load) -> Chart | None:
         parts = []
         for phase, look in looks.items():
             share, mean = seconds[phase] / whole, seconds[phase] / repeats
-            parts.append(Part(share, look, f"{name}, {phase}\n{percent(share)}: {mean:.1f} s", share_tick(share)))
+            parts.append(BarPart(share, look, f"{name}, {phase}\n{percent(share)}: {mean:.1f} s", share_tick(share)))
         bars.append(Bar(name, tuple(parts), f"{plain(whole / repeats)} s"))
     return _both("phases", partial(charts.bar_chart, "where time goes", bars, legend=list(looks.items())), FULL)
 
 
-def ablation(results: Results, load: Load) -> Chart | None:
+def ablation(results: Results, load: LoadPoint) -> Chart | None:
     """Throughput as one part after another is added, if the document names the steps."""
     by_name = {system.name: system for system in results.systems}
     bars = []
@@ -194,7 +194,7 @@ def ablation(results: Results, load: Load) -> Chart | None:
 # ── time lines ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def timeline(system: System, load: Load, runs: Sequence[RunDocument]) -> Chart | None:
+def timeline(system: SystemLook, load: LoadPoint, runs: Sequence[RunDocument]) -> Chart | None:
     """Of the first repeat that has moments."""
     shown = sorted((run for run in runs if run.moments), key=lambda run: run.repeat)
     if not shown:

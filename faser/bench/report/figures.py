@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from faser.bench.report.legend import System, systems_of
+from faser.bench.report.legend import SystemLook, systems_of
 from faser.traffic.document import Document, GroupDocument, RunDocument, Spread
 
 HALF, FULL = 508, 1050  # pixels: a chart beside another, and alone
@@ -73,14 +73,14 @@ DEFINITIONS = (
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadPoint:
     """What was offered: a rate, a concurrency, or unknown."""
 
     rate: float | None
     concurrency: int | None
 
     @classmethod
-    def of(cls, run: RunDocument | GroupDocument) -> Load:
+    def of(cls, run: RunDocument | GroupDocument) -> LoadPoint:
         """Rates are compared in three digits: two systems measure the same load slightly differently."""
         return cls(None if run.rate is None else float(f"{run.rate:.3g}"), run.concurrency)
 
@@ -100,7 +100,7 @@ class Load:
 
     @property
     def label(self) -> str:
-        return self.short_unit if self == Load(None, None) else f"{self.amount:g} {self.short_unit}"
+        return self.short_unit if self == LoadPoint(None, None) else f"{self.amount:g} {self.short_unit}"
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,10 @@ class Results:
     """A document, looked up by system and load."""
 
     document: Document
-    systems: tuple[System, ...]
-    loads: tuple[Load, ...]
-    groups: Mapping[tuple[str, Load], GroupDocument]
-    runs: Mapping[tuple[str, Load], Sequence[RunDocument]]  # partial ones only if all are partial
+    systems: tuple[SystemLook, ...]
+    loads: tuple[LoadPoint, ...]
+    groups: Mapping[tuple[str, LoadPoint], GroupDocument]
+    runs: Mapping[tuple[str, LoadPoint], Sequence[RunDocument]]  # partial ones only if all are partial
 
     @property
     def is_crowded(self) -> bool:
@@ -122,21 +122,21 @@ class Results:
         """Width and height of a chart with a line for every system."""
         return (FULL, 420) if self.is_crowded else (HALF, 340)
 
-    def spread(self, system: System, load: Load, figure: Figure) -> Spread | None:
+    def spread(self, system: SystemLook, load: LoadPoint, figure: Figure) -> Spread | None:
         group = self.groups.get((system.name, load))
         spread = None if group is None else group.figures.get(figure.name)
         known = spread is not None and all(map(math.isfinite, (spread.min, spread.median, spread.max)))
         return spread if known else None
 
-    def median(self, system: System, load: Load, figure: Figure) -> float | None:
+    def median(self, system: SystemLook, load: LoadPoint, figure: Figure) -> float | None:
         spread = self.spread(system, load, figure)
         return None if spread is None else spread.median
 
-    def best(self, systems: Iterable[System], load: Load, figure: Figure) -> System | None:
+    def best(self, systems: Iterable[SystemLook], load: LoadPoint, figure: Figure) -> SystemLook | None:
         found = [(value, s) for s in systems if (value := self.median(s, load, figure)) is not None]
         return max(found, key=lambda each: figure.better * each[0])[1] if found else None
 
-    def references(self, load: Load, figure: Figure) -> list[System]:
+    def references(self, load: LoadPoint, figure: Figure) -> list[SystemLook]:
         """The systems ratios are taken against: `off`, and the best that is not FASER."""
         off = [system for system in self.systems if system.name == "off"]
         other = self.best((system for system in self.systems if system.other), load, figure)
@@ -144,10 +144,10 @@ class Results:
 
 
 def read(document: Document) -> Results:
-    groups = {(group.system, Load.of(group)): group for group in document.groups}
-    runs: dict[tuple[str, Load], list[RunDocument]] = {}
+    groups = {(group.system, LoadPoint.of(group)): group for group in document.groups}
+    runs: dict[tuple[str, LoadPoint], list[RunDocument]] = {}
     for run in document.runs:
-        runs.setdefault((run.system, Load.of(run)), []).append(run)
+        runs.setdefault((run.system, LoadPoint.of(run)), []).append(run)
     loads = sorted({load for _, load in groups}, key=lambda load: (load.unit, load.amount))
     whole = {key: [run for run in each if not run.partial] or each for key, each in runs.items()}
     return Results(document, systems_of(document.groups, document.about), tuple(loads), groups, whole)

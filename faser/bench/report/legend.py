@@ -39,20 +39,20 @@ OTHER = "not FASER in this process: a server, or results from a file"
 
 
 @dataclass(frozen=True)
-class System:
+class SystemLook:
     name: str
     other: bool  # not FASER
     look: Look
     meaning: str  # one sentence
 
 
-def systems_of(groups: Iterable[GroupDocument], about: Mapping[str, Any]) -> tuple[System, ...]:
+def systems_of(groups: Iterable[GroupDocument], about: Mapping[str, Any]) -> tuple[SystemLook, ...]:
     """In the order of the document. Each has its own marker; when markers run out, colour and dash differ."""
     policies = {group.system: group.policy for group in groups}
     given, looks = about.get("systems"), _looks(policies)
     told = given if isinstance(given, Mapping) else {}
     return tuple(
-        System(name, policy is None, looks[name], str(told.get(name) or explain(name, policy)))
+        SystemLook(name, policy is None, looks[name], str(told.get(name) or explain(name, policy)))
         for name, policy in policies.items()
     )
 

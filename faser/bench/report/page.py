@@ -29,7 +29,7 @@ from faser.bench.report.figures import (
     REST,
     SPEED,
     THROUGHPUT,
-    Load,
+    LoadPoint,
     Results,
     enumerated,
     facts,
@@ -37,9 +37,9 @@ from faser.bench.report.figures import (
     read,
     when,
 )
-from faser.bench.report.legend import System
+from faser.bench.report.legend import SystemLook
 from faser.bench.report.svg import PALETTE, STYLE, standalone, swatch
-from faser.bench.report.tables import Table, Winner, figure_table, load_table, losses, winner
+from faser.bench.report.tables import ReportTable, Winner, figure_table, load_table, losses, winner
 from faser.traffic.document import Document
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -51,16 +51,16 @@ BROWSER_SECONDS = 60.0  # for one image
 class AtLoad:
     """The parts of the page for one load."""
 
-    load: Load
-    speed: Table
-    rest: Table
+    load: LoadPoint
+    speed: ReportTable
+    rest: ReportTable
     fastest: Winner | None  # by latency
     busiest: Winner | None  # by throughput
     charts: Mapping[str, Chart]  # positions, categories, phases and ablation, those of them that can be drawn
     timelines: Mapping[str, Chart]  # by system
 
 
-def _at(results: Results, load: Load) -> AtLoad:
+def _at(results: Results, load: LoadPoint) -> AtLoad:
     lines = {s.name: timeline(s, load, results.runs.get((s.name, load), ())) for s in results.systems}
     drawn = [draw(results, load) for draw in (positions, category_grid, phases, ablation)]
     return AtLoad(
@@ -81,7 +81,7 @@ class Page:
     results: Results
     loads: tuple[AtLoad, ...]
     chosen: int  # load shown first
-    seen: tuple[System, ...]  # systems with a time line under any load
+    seen: tuple[SystemLook, ...]  # systems with a time line under any load
     traced: int  # the one of them shown first; it has a time line under the load shown first
     latency: tuple[Chart, ...]
     throughput: tuple[Chart, ...]
@@ -90,7 +90,7 @@ class Page:
         """Numbers of the systems in `seen` without a time line under this load."""
         return [number for number, system in enumerate(self.seen) if system.name not in at.timelines]
 
-    def absence(self, system: System, at: AtLoad) -> str:
+    def absence(self, system: SystemLook, at: AtLoad) -> str:
         """Why this load has no time line, and which loads have one."""
         played = bool(self.results.runs.get((system.name, at.load)))
         why = "its run has no record of the steps" if played else "this load was not played"
@@ -125,7 +125,7 @@ def compose(document: Document) -> Page:
     )
 
 
-def _first_traced(seen: Sequence[System], at: AtLoad) -> int:
+def _first_traced(seen: Sequence[SystemLook], at: AtLoad) -> int:
     """`faser` if it has a time line under this load, else the last policy that has."""
     present = [number for number, system in enumerate(seen) if system.name in at.timelines]
     return max(present, key=lambda number: (seen[number].name == "faser", not seen[number].other, number))
@@ -149,7 +149,7 @@ def render(page: Page) -> str:
         swatch=swatch,
         workload=facts(document.workload, ("loads",)),
         repeats=sorted({group.repeats for group in document.groups}),
-        partial=[f"{run.system} at {Load.of(run).label}" for run in document.runs if run.partial],
+        partial=[f"{run.system} at {LoadPoint.of(run).label}" for run in document.runs if run.partial],
         latency_table=load_table(results, LATENCY),
         throughput_table=load_table(results, THROUGHPUT),
         losses=losses(results),

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from faser.bench.report.figures import LATENCY, THROUGHPUT, Figure, Load, Results, shown
-from faser.bench.report.legend import System
+from faser.bench.report.figures import LATENCY, THROUGHPUT, Figure, LoadPoint, Results, shown
+from faser.bench.report.legend import SystemLook
 from faser.bench.report.svg import shortened
 from faser.traffic.document import RunDocument, Spread
 
@@ -23,17 +23,17 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
-    system: System
+class TableRow:
+    system: SystemLook
     cells: tuple[Cell, ...]
     partial: bool = False
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     heads: tuple[tuple[str, int], ...]  # (text, number of columns)
     columns: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     unit: str = ""  # of all columns, if they share one
 
 
@@ -41,7 +41,7 @@ Column = tuple[str, tuple[Cell, ...]]  # its head, and a cell for every system
 
 
 def _cells(
-    results: Results, load: Load, figure: Figure, factor: float, reference: System | None = None
+    results: Results, load: LoadPoint, figure: Figure, factor: float, reference: SystemLook | None = None
 ) -> tuple[Cell, ...]:
     """One figure of every system under one load, with the same unit and digits."""
     spreads = [results.spread(system, load, figure) for system in results.systems]
@@ -52,7 +52,7 @@ def _cells(
     return tuple(_cell(figure, spread, factor, digits, best, base) for spread in spreads)
 
 
-def _unit(results: Results, loads: Iterable[Load], figures: Iterable[Figure], figure: Figure) -> tuple[str, float]:
+def _unit(results: Results, loads: Iterable[LoadPoint], figures: Iterable[Figure], figure: Figure) -> tuple[str, float]:
     """Its name, and the factor from the document's unit. Figures side by side have the same unit."""
     if figure.kind == "seconds":
         every = (results.median(system, load, each) for system in results.systems for load in loads for each in figures)
@@ -97,13 +97,13 @@ def _overlap(one: Spread, other: Spread) -> bool:
     return one.min <= other.max and other.min <= one.max
 
 
-def _ratios(results: Results, load: Load, figure: Figure, reference: System) -> Column:
+def _ratios(results: Results, load: LoadPoint, figure: Figure, reference: SystemLook) -> Column:
     base = results.spread(reference, load, figure)
     compared = [_compared(figure, results.spread(system, load, figure), base) for system in results.systems]
     return f"× {shortened(reference.name, 100)}", tuple(Cell(ratio or "–", tone=tone) for ratio, tone in compared)
 
 
-def figure_table(results: Results, load: Load, parts: Mapping[str, Sequence[Figure]]) -> Table:
+def figure_table(results: Results, load: LoadPoint, parts: Mapping[str, Sequence[Figure]]) -> ReportTable:
     """Systems by figures under one load, without figures that no system reports."""
     heads, columns = [], list[Column]()
     for head, figures in parts.items():
@@ -120,7 +120,7 @@ def figure_table(results: Results, load: Load, parts: Mapping[str, Sequence[Figu
     return _table(results, load, columns, tuple(heads))
 
 
-def load_table(results: Results, figure: Figure) -> Table:
+def load_table(results: Results, figure: Figure) -> ReportTable:
     """One figure, systems by loads, with its ratio to `off`."""
     off = next((system for system in results.systems if system.name == "off"), None)
     unit, factor = _unit(results, results.loads, [figure], figure)
@@ -130,33 +130,33 @@ def load_table(results: Results, figure: Figure) -> Table:
 
 def _table(
     results: Results,
-    load: Load | None,
+    load: LoadPoint | None,
     columns: Sequence[Column],
     heads: tuple[tuple[str, int], ...] = (),
     unit: str = "",
-) -> Table:
+) -> ReportTable:
     """Without systems that did not play this load; with load None, of all loads."""
     rows = []
     for index, system in enumerate(results.systems):
         groups = [group for (name, at), group in results.groups.items() if name == system.name and load in (None, at)]
         if groups:
             cells = tuple(cells[index] for _, cells in columns)
-            rows.append(Row(system, cells, any(group.partial for group in groups)))
-    return Table(heads, tuple(head for head, _ in columns), tuple(rows), unit)
+            rows.append(TableRow(system, cells, any(group.partial for group in groups)))
+    return ReportTable(heads, tuple(head for head, _ in columns), tuple(rows), unit)
 
 
 @dataclass(frozen=True)
 class Winner:
     """The best system under one load by one figure."""
 
-    system: System
+    system: SystemLook
     value: float
     text: str
     ratios: tuple[tuple[str, str, str], ...]  # (ratio, system, tone)
     level: int  # other systems whose range overlaps: the first place is not certain
 
 
-def winner(results: Results, load: Load, figure: Figure) -> Winner | None:
+def winner(results: Results, load: LoadPoint, figure: Figure) -> Winner | None:
     best = results.best(results.systems, load, figure)
     own = results.spread(best, load, figure) if best is not None else None
     if best is None or own is None:
@@ -177,8 +177,8 @@ def winner(results: Results, load: Load, figure: Figure) -> Winner | None:
 class Loss:
     """The requests a run lost, and why."""
 
-    system: System
-    load: Load
+    system: SystemLook
+    load: LoadPoint
     run: RunDocument
     reasons: list[tuple[str, int]]
 
@@ -189,5 +189,5 @@ def losses(results: Results) -> list[Loss]:
     for run in results.document.runs:
         if run.summary.get("lost") and run.system in systems:
             reasons = Counter(record.error for record in run.records if record.error is not None)
-            found.append(Loss(systems[run.system], Load.of(run), run, reasons.most_common(3)))
+            found.append(Loss(systems[run.system], LoadPoint.of(run), run, reasons.most_common(3)))
     return found

@@ -151,7 +151,7 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Workspace:
+class AttentionWorkspace:
     """Results that splits of a tile exchange. Forwards that may run at once need one workspace each."""
 
     partial: Tensor  # [rows, num_heads, num_splits, head_dim] float32
@@ -169,7 +169,7 @@ class Memory:
 
     def workspace(
         self, config: AttentionConfig, num_rows: int, num_tiles: int, num_heads: int, num_kv_heads: int, head_dim: int
-    ) -> Workspace:
+    ) -> AttentionWorkspace:
         splits = config.num_splits if config.num_splits > 1 else 0
         num_sums, num_counts = num_rows * num_heads * splits, num_tiles * num_kv_heads
         num_partial = num_sums * head_dim
@@ -179,7 +179,7 @@ class Memory:
         if self._arrived.numel() < num_counts:
             self._outgrown.append(self._arrived)
             self._arrived = self._arrived.new_zeros(num_counts)
-        return Workspace(
+        return AttentionWorkspace(
             self._results[:num_partial].view(num_rows, num_heads, splits, head_dim),
             self._results[num_partial : num_partial + num_sums].view(num_rows, num_heads, splits),
             self._arrived[:num_counts].view(num_tiles, num_kv_heads),
@@ -227,7 +227,7 @@ def attend(
     table: Tensor,
     tiles: Tiles,
     out: Tensor,
-    workspace: Workspace,
+    workspace: AttentionWorkspace,
     config: AttentionConfig,
     scale: float | None = None,
     overlap: bool = False,

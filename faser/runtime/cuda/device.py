@@ -15,7 +15,7 @@ from faser.runtime.cuda.drafter import CudaDrafter, CudaModelDrafter, CudaNgramD
 from faser.runtime.cuda.executor import CudaExecutor
 from faser.runtime.cuda.graphs import MIXED_BUCKETS, ROW_BUCKETS
 from faser.runtime.cuda.lanes import Lanes
-from faser.runtime.cuda.memory import Ledger, explained_shortage, fitting_pages
+from faser.runtime.cuda.memory import MemoryLedger, explained_shortage, fitting_pages
 from faser.runtime.cuda.model import CudaModel
 from faser.runtime.cuda.sampling import Slots
 from faser.runtime.device import Parts, Profiling, Speeds
@@ -63,7 +63,7 @@ class CudaDevice:
             self.require_heads(role, model.config)
         if limits.max_running > ROW_BUCKETS[-1]:
             raise ConfigError(f"max_running={limits.max_running}: a GPU batch has at most {ROW_BUCKETS[-1]} requests")
-        ledger = Ledger(sum(each.num_bytes for each in parts.models)) if device.type == "cuda" else None
+        ledger = MemoryLedger(sum(each.num_bytes for each in parts.models)) if device.type == "cuda" else None
         longest = limits.max_model_len + 2 * parts.max_length + 1
         slots = Slots.allocate(limits.max_running, longest, device)
         lanes = Lanes(device)

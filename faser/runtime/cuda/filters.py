@@ -37,7 +37,7 @@ _LOWEST = float(np.finfo(np.float32).min)
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _FilteredRows:
     """Parameters of rows, on the device: float64 [S, 1] each. The fields name the columns of `Filters._table`."""
 
     slot: Tensor
@@ -52,7 +52,7 @@ class _Rows:
     log_min_p: Tensor  # minus infinity keeps all
 
 
-_COLUMN = {each.name: column for column, each in enumerate(fields(_Rows))}
+_COLUMN = {each.name: column for column, each in enumerate(fields(_FilteredRows))}
 
 
 class Filters:
@@ -120,7 +120,7 @@ class Filters:
         table[:, _COLUMN["slot"]] = slots
         table[:, _COLUMN["position"]] = positions
         # [columns, S, 1]
-        rows = _Rows(*send(np.ascontiguousarray(table.T), self._device).unsqueeze(-1).unbind(0))
+        rows = _FilteredRows(*send(np.ascontiguousarray(table.T), self._device).unsqueeze(-1).unbind(0))
         scores = self._adjust(logits, slots, positions, rows, history)
         return self._filter(scores, slots, rows) if self._filtered[slots].any() else scores
 
@@ -128,7 +128,9 @@ class Filters:
         """Position t has t - num_prompt outputs before it."""
         return np.asarray(positions - self._column("num_prompt", slots) < self._num_banned[slots])
 
-    def _adjust(self, logits: Tensor, slots: IntArray, positions: IntArray, rows: _Rows, history: Tensor) -> Tensor:
+    def _adjust(
+        self, logits: Tensor, slots: IntArray, positions: IntArray, rows: _FilteredRows, history: Tensor
+    ) -> Tensor:
         scores = logits.clone()
         biased = [row for row, slot in enumerate(slots.tolist()) if slot in self._bias]
         if biased:
@@ -149,7 +151,7 @@ class Filters:
         flat = [row * self._vocab_size + some for row, some in zip(rows, token_ids, strict=True)]
         return send(np.concatenate(flat), self._device)
 
-    def _penalise(self, scores: Tensor, slots: IntArray, rows: _Rows, history: Tensor) -> Tensor:
+    def _penalise(self, scores: Tensor, slots: IntArray, rows: _FilteredRows, history: Tensor) -> Tensor:
         """Repetition for each token of the prefix; presence and frequency for each output token so far."""
         # [S, longest prefix]
         token_ids = history.index_select(0, rows.slot.view(-1).long()).long()
@@ -166,7 +168,7 @@ class Filters:
             scores = torch.where(counts > 0, scores - less, scores)
         return scores
 
-    def _filter(self, scores: Tensor, slots: IntArray, rows: _Rows) -> Tensor:
+    def _filter(self, scores: Tensor, slots: IntArray, rows: _FilteredRows) -> Tensor:
         """Tokens that are dropped, by their probabilities at the row's temperature, get the score minus infinity."""
         # log p up to a constant: the best token has 0, so that no temperature overflows. [S, V]
         scaled = scores - scores.amax(dim=-1, keepdim=True).clamp(min=_LOWEST)

@@ -43,14 +43,14 @@ REGISTERS_PER_SM = 65536
 
 
 @dataclass(frozen=True)
-class Workspace:
+class LinearWorkspace:
     """Memory in which programs that split K add up. Forwards that may run at once need one each."""
 
     partials: Tensor  # float32 [MAX_SPLIT_PROGRAMS * 64 * TILE_ROWS]
     counters: Tensor  # int32 [MAX_SPLIT_PROGRAMS]; zero between launches
 
     @classmethod
-    def allocate(cls, device: torch.device | str) -> Workspace:
+    def allocate(cls, device: torch.device | str) -> LinearWorkspace:
         return cls(
             torch.empty(MAX_SPLIT_PROGRAMS * 64 * TILE_ROWS, dtype=torch.float32, device=device),
             torch.zeros(MAX_SPLIT_PROGRAMS, dtype=torch.int32, device=device),
@@ -65,7 +65,7 @@ def norm_linear(
     bias: Tensor | None,
     out: Tensor,
     normed: Tensor,
-    workspace: Workspace | None = None,
+    workspace: LinearWorkspace | None = None,
     plan: Plan | None = None,
     num_sms: int = 0,
     product: Literal["norm", "head"] = "norm",
@@ -122,7 +122,7 @@ def linear_residual(
     weight: Tensor,
     residual: Tensor,
     bias: Tensor | None = None,
-    workspace: Workspace | None = None,
+    workspace: LinearWorkspace | None = None,
     plan: Plan | None = None,
     num_sms: int = 0,
 ) -> None:
@@ -239,7 +239,7 @@ def _launch_tiles(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
-    workspace: Workspace | None = None,
+    workspace: LinearWorkspace | None = None,
 ) -> None:
     _contiguous(x, weight, out, bias, residual)
     num_rows, num_weights, k = _shape(x, weight)

@@ -68,7 +68,7 @@ class Division:
         )
 
 
-class Ledger:
+class MemoryLedger:
     """Measures what each stage of a start takes of the GPU's memory."""
 
     def __init__(self, weights: int) -> None:

@@ -83,7 +83,7 @@ class CudaModel:
         self._wanted = buffer(max_rows, config.hidden_size)
         self.logits = torch.zeros(min(max_rows, HEAD_ROWS), model.head.shape[0], dtype=torch.float32, device=device)
         self._rest = torch.zeros(1, dtype=torch.int32, device=device)
-        self._linear = linear.Workspace.allocate(device)
+        self._linear = linear.LinearWorkspace.allocate(device)
         self.tiling = Tiling(model, max_requests, max_rows, max_context)
         self._graphs: dict[Shape, Callable[[], None]] = {}
         self._choosing: dict[int, Callable[[], None]] = {}  # graphs of head and sampling, by wanted rows

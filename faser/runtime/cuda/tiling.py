@@ -16,7 +16,7 @@ from torch import Tensor
 from faser.arrays import IntArray
 from faser.models.transformer import Transformer
 from faser.runtime.cuda import attention
-from faser.runtime.cuda.attention import AttentionConfig, Tiles, Workspace
+from faser.runtime.cuda.attention import AttentionConfig, AttentionWorkspace, Tiles
 from faser.runtime.cuda.graphs import Shape
 from faser.runtime.cuda.linear_plans import NUM_SMS
 from faser.runtime.cuda.rows import DeviceRows, Requests
@@ -31,7 +31,7 @@ class Attending:
 
     tiles: Tiles
     config: AttentionConfig
-    workspace: Workspace
+    workspace: AttentionWorkspace
 
 
 class Tiling:

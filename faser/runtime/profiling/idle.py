@@ -44,8 +44,9 @@ class IdleProfiler:
         self._about = about
         self._keep = keep
         self._steps = Steps(subject, clock)
-        *batches, self._held_out = all_batches(subject)
-        self._batches = [batch for several in batches for batch in several]
+        *batches, held_out = all_batches(subject)
+        self._batches = [batch for several in batches for batch in several if self._can_fit(batch)]
+        self._held_out = [batch for batch in held_out if self._can_fit(batch)]
         self._lacks_pages = False
         self._moments = self._measure_all()
 
@@ -87,6 +88,11 @@ class IdleProfiler:
                     self._cost.learn(measured.plan, measured.seconds, measured.total + self._cost.host)
                     found[number] = measured.or_better(found.get(number))
                     yield True
+
+    def _can_fit(self, batch: Batch) -> bool:
+        """Whether the pool is large enough. A profile at start lets requests share pages; served requests cannot."""
+        pages = -(-(batch.num_tokens + batch.lengths + 1) // self._subject.page_size)
+        return int(pages.sum()) <= self._subject.num_pages
 
     def _measure(self, batch: Batch) -> Measured | None:
         """One step on lent pages; None if there are too few."""

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton: pip ins
 from faser.errors import ConfigError
 from faser.models import layers
 from faser.runtime.cuda import linear
-from faser.runtime.cuda.linear import Workspace
+from faser.runtime.cuda.linear import LinearWorkspace
 from faser.runtime.cuda.linear_plans import CUBLAS, MAX_SPLIT_PROGRAMS, NUM_SMS, TILE_ROWS, Plan, choose
 
 EPS = 1e-5
@@ -104,14 +104,14 @@ def assert_all_near(layer, workspace=None, plan=None):
 
 @pytest.mark.parametrize(("name", "num_rows", "shape"), CASES)
 def test_every_kernel_computes_the_product(name, num_rows, shape, place):
-    workspace = Workspace.allocate(place[0])
+    workspace = LinearWorkspace.allocate(place[0])
     assert_all_near(Layer.random(num_rows, *shape, place), workspace, (ROW_PLANS | TILE_PLANS)[name])
     assert not workspace.counters.any()
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 64, 65])
 def test_the_plans_chosen_for_a_small_model_are_right(num_rows, place):
-    assert_all_near(Layer.random(num_rows, 72, 144, place), Workspace.allocate(place[0]))
+    assert_all_near(Layer.random(num_rows, 72, 144, place), LinearWorkspace.allocate(place[0]))
 
 
 @pytest.mark.gpu
@@ -131,7 +131,7 @@ def test_the_plans_chosen_for_a_small_model_are_right(num_rows, place):
 )
 def test_the_plans_chosen_for_real_shapes_are_right(shape, dtype, num_rows):
     layer = Layer.random(num_rows, *shape, ("cuda", dtype))
-    assert_all_near(layer, Workspace.allocate("cuda"))
+    assert_all_near(layer, LinearWorkspace.allocate("cuda"))
     assert_all_near(layer)
 
 
@@ -142,7 +142,7 @@ def test_kernels_that_overlap_in_a_graph_give_the_bits_of_kernels_that_do_not(nu
     stack = [
         (Layer.random(num_rows, 1024, 2048, place, i), Layer.random(num_rows, 2048, 1024, place, i)) for i in range(6)
     ]
-    workspace = Workspace.allocate("cuda")
+    workspace = LinearWorkspace.allocate("cuda")
     hidden, start = torch.empty_like(stack[0][0].x), stack[0][0].x
     normed, gate_up = scratch(stack[0][0], 1024)
     activated = unwritten(num_rows, 1024, hidden)

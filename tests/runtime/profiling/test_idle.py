@@ -61,6 +61,13 @@ def test_a_made_up_step_that_fails_leaves_nothing_behind(pair, cache):
     assert discarded == [True]
 
 
+def test_batches_that_can_never_fit_the_pool_do_not_keep_a_profile_from_being_saved(pair, cache):
+    engine = make_engine(*pair, Costly(), num_pages=40, max_model_len=80)
+    while engine.use_idle_moment():
+        pass
+    assert engine.cost.profile.kind == "idle"
+
+
 def test_idle_moments_leave_the_prefix_cache_alone(pair, cache):
     """Where only cached pages are left there is nothing to measure on."""
     target, draft = pair
