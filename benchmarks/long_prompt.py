@@ -13,7 +13,7 @@ Two parts, over one engine:
 On a CPU the model is the default one. With --device cuda it has random bfloat16 weights of an 8B shape, made in memory,
 with a 32,768-token prompt beside 32 streams. --tiny is a model of two layers, to try the script.
 
-    .venv/bin/python benchmarks/long_prompt.py [--device cpu|cuda] [--tiny] [--parts beside,mixed] [--bounds on,off]
+    .venv/bin/python -m benchmarks.long_prompt [--device cpu|cuda] [--tiny] [--parts beside,mixed] [--bounds on,off]
         [--max-step-ms MS] [--long N] [--policy off] [--repeats 3]
 
 It runs on checkouts without the bound, too: then there is only `off`. Targets: on a CPU no gap far above 0.3 s, on a

@@ -54,7 +54,8 @@ TOOL_FLAGS = {
     "memcheck": ["--padding", "1024", "--report-api-errors", "no"],
     "initcheck": ["--check-api-memory-access", "no"],
 }
-KERNEL_FILES = [f"tests/runtime/cuda/test_{name}.py" for name in ("attention", "linear", "rows", "sampling", "verdict")]
+KERNELS = ("attention", "linear", "rows", "sampling", "verifier")
+KERNEL_FILES = [f"tests/runtime/cuda/test_{name}.py" for name in KERNELS]
 # without graphs and large sizes; one dtype
 KERNEL_TESTS = "not captured and not graph and not real_shapes and not common_sizes and not cuda-float"
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
@@ -140,7 +141,7 @@ def run_engine(device: str, run: str) -> None:
             if run != "eager":
                 preemptions = serve(target, draft, length, device, overlaps)
             else:
-                with patch("faser.runtime.cuda.graphs.capture", lambda run, device, stream: run):
+                with patch("faser.runtime.cuda.model.capture", lambda run, device, stream: run):
                     preemptions = serve(target, draft, length, device, overlaps)
             print(f"{dtype}, length {length}{', overlapping' * overlaps}: {preemptions} preemptions", flush=True)
             assert preemptions, "the pages sufficed: nothing was preempted"

@@ -28,6 +28,11 @@ from faser.cost.profile import Profile
 from faser.runtime.device import make_device
 
 PAIRS = {"h200-8b-1b": ("llama-8b", "llama-1b"), "h200-32b-0.6b": ("qwen-32b", "qwen-0.6b")}
+# `kv_tokens`: what an H200 has room for beside the weights
+ABOUT: dict[str, dict[str, object]] = {
+    "h200-8b-1b": {"model": "8B", "draft": "1B", "kv_tokens": 790_000},
+    "h200-32b-0.6b": {"model": "32B", "draft": "0.6B", "kv_tokens": 200_000},
+}
 TRAFFIC_FACTORS = {
     "h200-8b-1b": {"verify": 1.01, "prompts": 1.02, "first_draft": 1.03, "next_draft": 1.03, "catch_up": 1.2}
 }
@@ -63,7 +68,10 @@ def measure(name: str) -> Profile:
     factors = TRAFFIC_FACTORS.get(name, {})
     curves = {curve: scaled(getattr(profile, curve), factor) for curve, factor in factors.items()}
     source = "benchmarks/shipped_profiles.py on an H200" + (f", times {factors} (docs/simulator.md)" if factors else "")
-    return replace(profile, about={**profile.about, "source": source}, **curves)
+    shapes = {f"{role}_shape": profile.about[role] for role in ("target", "draft")}
+    sizes = {size: profile.about[size] for size in ("max_running", "max_batch_tokens", "torch")}
+    about = {"device": "NVIDIA H200", "dtype": "bfloat16", **ABOUT[name], "source": source, **shapes, **sizes}
+    return replace(profile, about=about, besides=(), await_seconds=0.0, **curves)
 
 
 def scaled(curve: Curve, factor: float) -> Curve:

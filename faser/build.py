@@ -214,7 +214,7 @@ def _make_overlap(made: _Made, options: EngineOptions, cost: ProfiledCost | None
 
 
 def _make_exits(made: _Made, options: EngineOptions, cost: ProfiledCost | None) -> EarlyExit | None:
-    """None without drafts and, for `auto`, without a profile that has the cost of an exit."""
+    """None without drafts and, for `auto`, without a profile that has the cost of an exit or if none can pay."""
     mode = options.early_exit
     has_price = cost is not None and cost.profile.exit_check is not None
     _forget(made, "exits")

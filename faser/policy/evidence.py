@@ -3,7 +3,7 @@
 Knows outcomes of steps and what a step without drafts should take; no lengths. Costs that predict steps poorly cannot
 say whether a small gain is real. Where the expected gain is within their error, blocks of steps with and without drafts
 take turns, with a rest between two pairs. The faster way then holds for a number of steps before both are compared
-again.
+again. A comparison that ends undecided leaves drafts off until they are certainly faster.
 """
 
 from __future__ import annotations

@@ -194,3 +194,10 @@ def test_the_shipped_profiles_are_complete_and_described(path):
     assert {"device", "model", "draft"} <= profile.about.keys()
     assert profile.verify.is_stepped
     assert profile.about["kv_tokens"] > 0
+
+
+@pytest.mark.parametrize("path", sorted(PROFILES.glob("*.json")), ids=lambda path: path.stem)
+def test_a_shipped_profile_says_how_many_tokens_the_gpu_holds(path):
+    about = load_profile(path.stem).about
+    assert about["kv_tokens"] > 100_000
+    assert {"device", "model", "draft"} <= about.keys()

@@ -51,7 +51,8 @@ class AdaSpec(_Expecting):
     The rows are then trimmed to the next smaller graph size, the least likely drafts first, if that gives more tokens
     per second than padding them to the next larger size. AdaSpec's rule without its latency targets, which requests do
     not have here. AdaSpec ranks drafts by the draft's confidence after drafting. Here lengths are given before
-    drafting, so a request's own acceptance rate stands in, and trimmed tokens are never drafted.
+    drafting, so a request's own acceptance rate stands in (shrunk to the mean of all requests), and trimmed tokens are
+    never drafted.
     """
 
     name = "adaspec"

@@ -1,4 +1,4 @@
-"""Early exit on the CPU: a verification that drops drafts after some of its layers (faser/policy/early_exit.py)."""
+"""Early exit on the CPU: a verification that drops drafts after some of its layers (faser/rules/early_exit.py)."""
 
 from __future__ import annotations
 

@@ -77,10 +77,10 @@ class _Measurement:
             samples.add(self._run(batches, until, min_mixed))
         subject, steps = self._subject, self._steps
         stop_seconds = mechanisms.confidence_check(subject, steps, self._has_time_for)
-        exit_check, exit_candidates = mechanisms.exit_check(subject, steps, self._has_time_for)
-        # overlap comes last and has a budget of its own: a slow model would have left it none
+        # a GPU compiles and captures for these two first, and a slow model would have left overlap no time
         started = self._clock()
-        ends = started + OVERLAP_TIME * self._seconds
+        exit_check, exit_candidates = mechanisms.exit_check(subject, steps, self._has_time_for)
+        ends = self._clock() + OVERLAP_TIME * self._seconds
         besides = mechanisms.overlap_profiles(subject, steps, lambda: self._clock() < ends)
         await_seconds = mechanisms.await_seconds(subject, steps)
         self._uncounted = self._clock() - started
