@@ -54,7 +54,9 @@ class MeasuredGain:
         if outcome.num_prefill_rows or not size or outcome.seconds <= 0 or plain_seconds <= 0:
             return
         tokens = 1 + float(outcome.accepted.sum()) / size
-        self._comparison(size).add(bool(outcome.lengths.any()), tokens * plain_seconds, outcome.seconds)
+        # a draft that catches up costs time before it brings anything: such a step is one with drafts
+        speculates = bool(outcome.lengths.any() or outcome.lag.any())
+        self._comparison(size).add(speculates, tokens * plain_seconds, outcome.seconds)
 
     def _comparison(self, num_requests: int) -> _Comparison:
         """One for batches of 1, of 2 and 3, of 4 to 7 requests, and so on."""

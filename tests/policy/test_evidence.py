@@ -28,7 +28,7 @@ class Traffic:
 
     def outcome(self, drafts: bool, tokens: int, seconds: float, prompts: int = 0) -> Outcome:
         each = np.ones(self.size, dtype=np.int64)
-        return Outcome(np.arange(self.size), drafts * each, (tokens - 1) * each, each, prompts, seconds)
+        return Outcome(np.arange(self.size), drafts * each, (tokens - 1) * each, drafts * each, prompts, seconds)
 
 
 @pytest.mark.parametrize("gain", [0.8, 0.9])
@@ -116,3 +116,14 @@ def test_while_nothing_is_known_a_loss_is_small():
     traffic = Traffic(0.75, noise=0.3)
     traffic.run(150)
     assert 4 <= sum(traffic.drafted) < 0.12 * 150
+
+
+def test_drafts_that_only_ever_catch_up_are_given_up():
+    """New requests come before the draft has caught up with the old ones: it costs time and drafts nothing."""
+    measured, each = MeasuredGain(), np.ones(16, dtype=np.int64)
+    allowed = []
+    for _ in range(1000):
+        allowed.append(measured.allows(16, 1.05, 0.1))
+        seconds = PLAIN * (1.2 if allowed[-1] else 1.0)
+        measured.learn(Outcome(np.arange(16), 0 * each, 0 * each, 30 * each * allowed[-1], 0, seconds), PLAIN)
+    assert np.mean(allowed) < 0.05
