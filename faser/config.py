@@ -14,6 +14,7 @@ from faser.models import generation
 from faser.policy import Policy, make_policy
 from faser.policy.early_exit import MODES as EARLY_EXIT
 from faser.policy.overlap import MODES as OVERLAP
+from faser.policy.residency import MODES as OFFLOAD
 
 API_KEY_VARIABLE = "FASER_API_KEY"  # an environment variable: a key in it does not show in the process list
 DEFAULT_DRAFT = Path(__file__).parent / "drafts" / "smollm2-135m-6.gguf"  # of the default model
@@ -67,6 +68,7 @@ class EngineOptions:
     acceptance: float | None = None  # accept each drafted token with this probability: wrong text at real cost
     early_exit: str = "auto"  # drop drafts inside a verification: where the profile says it pays, always (on), or never
     overlap: str = "auto"  # draft while earlier drafts are verified: where the profile says it pays, on, or off
+    offload: str = "auto"  # the draft leaves the device when KV pages are short: where it can (auto, on), or never
     profile: str | None = None  # file with the cost of forwards, for policies that need it; None: the saved one
     profiling: str = "quick"  # without a saved profile: quick (the rest is measured when idle), full, or none
 
@@ -86,7 +88,7 @@ class EngineOptions:
         if self.kv_memory is not None and self.num_pages is not None:
             raise ConfigError("kv_memory and num_pages both size the KV cache; give one of them")
         choices = {"dtype": DTYPES, "device": DEVICES, "early_exit": EARLY_EXIT, "overlap": OVERLAP,
-                   "profiling": PROFILING}  # fmt: skip
+                   "offload": OFFLOAD, "profiling": PROFILING}  # fmt: skip
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}")

@@ -8,6 +8,7 @@ FaserError
 ├── InvalidRequest       a prompt or a sampling parameter
 │   └── RequestTooLong   more tokens than the model or the KV cache can hold
 ├── EngineError          a request that could not be finished: its engine failed or was closed
+├── MoveError            the draft's memory could not be given to the KV cache, or the draft not loaded again
 └── RemoteError          another server that cannot be reached or does not speak the OpenAI API
 """
 
@@ -42,6 +43,10 @@ class RequestTooLong(InvalidRequest):
 
 class EngineError(FaserError, RuntimeError):
     """The engine failed or was closed while the request was open."""
+
+
+class MoveError(FaserError):
+    """Memory could not be moved between the draft and the KV cache. The engine goes on without speculation."""
 
 
 class RemoteError(FaserError):

@@ -41,6 +41,17 @@ class PageWrites:
 
 
 @dataclass(frozen=True)
+class PageMoves:
+    """Pages of the target whose content moves, before the page table is written and anything is computed.
+
+    No page is both a source and a destination.
+    """
+
+    sources: IntArray
+    destinations: IntArray
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """One step, complete: who runs, which rows, how many tokens each request drafts. Arrays are [B], in one order.
 
@@ -68,6 +79,7 @@ class StepPlan:
     stopping: Stopping | None = None  # drafts may end before `lengths`, by this rule
     exits: ExitRule | None = None  # drafts may be dropped during the verification, by this rule
     overlap: OverlapPlan | None = None  # drafts of an earlier step, and drafting beside the verification
+    moves: PageMoves | None = None  # the target's pool shrinks (faser/engine/residency.py)
 
     @cached_property
     def samples(self) -> BoolArray:

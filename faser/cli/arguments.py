@@ -116,6 +116,11 @@ def _add_mechanisms(engine: argparse._ArgumentGroup) -> None:
         help="draft while earlier drafts are verified: auto (where the profile says that it pays, default), on or off",
     )  # fmt: skip
     engine.add_argument(
+        "--offload", choices=("auto", "on", "off"), default="auto",
+        help="give the draft's GPU memory to the KV cache while pages are short and drafts do not pay: auto (where "
+        "the device can, default), on or off",
+    )  # fmt: skip
+    engine.add_argument(
         "--profile", metavar="FILE",
         help="the cost of forwards, made by `faser profile`; default: the one kept for this machine and these models",
     )  # fmt: skip
@@ -130,14 +135,14 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=float, metavar="S", help="seconds to spend; default: 18 on a GPU, 6 on a CPU")
     engine = _add_engine_sizes(parser)
     engine.add_argument("--policy", help="measure the draft lengths of this policy; default: as for `faser serve`")
-    parser.set_defaults(profile=None, no_prefix_caching=False, early_exit="auto", overlap="auto")
+    parser.set_defaults(profile=None, no_prefix_caching=False, early_exit="auto", overlap="auto", offload="auto")
 
 
 def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of EngineOptions, which `LLM` takes too."""
     names = (
         "policy", "device", "dtype", "max_model_len", "max_running", "max_batch_tokens", "max_step_ms", "page_size",
-        "profile", "early_exit", "overlap",
+        "profile", "early_exit", "overlap", "offload",
     )  # fmt: skip
     return {
         **{name: getattr(args, name) for name in names},

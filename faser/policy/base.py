@@ -14,6 +14,7 @@ import numpy as np
 from faser.arrays import FloatArray, IntArray
 from faser.cost.profiled_cost import ProfiledCost
 from faser.limits import ADAPTIVE_MAX_LENGTH, HARD_MAX_LENGTH
+from faser.policy.residency import FreePages, ResidencyRule
 from faser.rules.stopping import Stopping
 
 
@@ -93,6 +94,17 @@ class Policy(ABC):
     def learns(self) -> bool:
         """Whether `learn` does anything: the engine builds no Outcome for a policy that ignores it."""
         return type(self).learn is not Policy.learn
+
+    def expected_gain(self, view: BatchView) -> float:
+        """Expected speed with drafts over speed without, in this batch, if the draft had kept up; 1: none pays.
+
+        Asked while the draft is away, and before it leaves. It changes nothing.
+        """
+        return 1.0
+
+    def residency_rule(self) -> ResidencyRule:
+        """A new rule for when the draft leaves the device and comes back."""
+        return FreePages()
 
     def stopping(self) -> Stopping | None:
         """A rule that may end drafts before the lengths given last, by index in their view; None: no rule."""
