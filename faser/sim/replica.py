@@ -57,6 +57,7 @@ class Machine:
     runs_ahead: bool = True  # the next step is planned while one runs
     noise: float = 0.0  # relative standard deviation of a step's seconds
     overlap: str = "off"  # drafting beside verification, if the profile has measured it
+    offload: str = "off"  # auto: the draft's memory holds KV pages while they are short, if the profile has its sizes
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_batch_tokens", "max_model_len", "kv_tokens", "page_size"):
@@ -72,6 +73,8 @@ class Machine:
             raise ConfigError(f"--max-step-ms {self.max_step_ms:g}: expected milliseconds above 0, or 0 for no bound")
         if not 0 <= self.noise < 1:
             raise ConfigError(f"--noise {self.noise:g}: expected a share, from 0 to below 1")
+        if self.offload not in ("auto", "off"):
+            raise ConfigError(f"--offload {self.offload}: expected auto or off")
 
     @property
     def limits(self) -> Limits:
@@ -79,9 +82,22 @@ class Machine:
 
     @property
     def num_pages(self) -> int:
-        """Pages of each pool."""
-        most = self.max_running * -(-self.max_model_len // self.page_size)
+        """Pages of each pool while the draft is resident."""
+        most = self._most_pages
         return most if self.kv_tokens is None else min(most, max(1, self.kv_tokens // self.page_size))
+
+    @property
+    def _most_pages(self) -> int:
+        """More than these no requests can hold."""
+        return self.max_running * -(-self.max_model_len // self.page_size)
+
+    @property
+    def pages_gained(self) -> int:
+        """Pages of the target that the draft's memory can hold; 0 where it does not leave."""
+        residency = self.profile.residency
+        if self.offload == "off" or residency is None:
+            return 0
+        return min(residency.pages_gained(self.num_pages, self.page_size), self._most_pages - self.num_pages)
 
     def check_size(self, num_prompt: int, num_output: int) -> None:
         """Raises RequestTooLong for a request that can never be served, like the scheduler."""
