@@ -11,8 +11,8 @@ PART_SECONDS = 0.005  # the longest part of a move that one call does
 class SimDraftMemory:
     """A `DraftMemory`. A part of lending takes the host's time, beside the step that runs. Loading takes its own."""
 
-    def __init__(self, profile: ResidencyProfile, num_pages: int, page_size: int, time: VirtualTime) -> None:
-        self.pages_gained = profile.pages_gained(num_pages, page_size)
+    def __init__(self, profile: ResidencyProfile, pages_gained: int, time: VirtualTime) -> None:
+        self.pages_gained = pages_gained
         self.load_seconds = profile.load_seconds
         self._lend_seconds = profile.lend_seconds
         self._time = time

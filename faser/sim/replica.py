@@ -18,18 +18,21 @@ from faser.engine.engine import Engine
 from faser.engine.pages import PagePool
 from faser.engine.prompt_pace import GPU, StepPace
 from faser.engine.reporter import Reporter
+from faser.engine.residency import Place, Residency
 from faser.engine.scheduler import Scheduler
 from faser.errors import ConfigError, RequestTooLong
 from faser.limits import Limits
 from faser.policy import make_policy
 from faser.policy.overlap import Overlap
 from faser.request import Progress
+from faser.sim.draft_memory import SimDraftMemory
 from faser.sim.executor import Noise, SimExecutor, VirtualTime, Watch, no_noise
 from faser.sim.oracle import Oracle
 from faser.step import StepPlan, StepResult, StepSeconds
 
 PROFILES = Path(__file__).parent / "profiles"
 NOBODY = ""  # no request has this id
+IDLE_SECONDS = 0.05  # between two looks at the draft's place while there are no requests
 
 
 def load_profile(name: str) -> Profile:
@@ -113,6 +116,14 @@ class Replica:
     engine: Engine
     time: VirtualTime
 
+    def idle_until(self, seconds: float) -> None:
+        """Time without requests, in which the draft may come back."""
+        residency = self.engine.residency
+        while residency is not None and residency.place is not Place.RESIDENT and self.time.now() < seconds:
+            residency.advance()
+            self.time.reach(min(seconds, self.time.now() + IDLE_SECONDS))
+        self.time.reach(seconds)
+
 
 class _SilentCost(ProfiledCost):
     """Saves the time of predictions, which a simulation does not report."""
@@ -155,6 +166,8 @@ def make_replica(machine: Machine, policy: str, oracle: Oracle, seed: int = 0, w
         noise=Noise(machine.noise, seed) if machine.noise else no_noise,
         watch=watch,
     )
+    speculates = chosen.max_length > 0
+    gained = machine.pages_gained if speculates else 0
     pool = partial(
         PagePool, machine.num_pages, machine.page_size, machine.max_running, machine.max_model_len, caching=False
     )
@@ -162,13 +175,16 @@ def make_replica(machine: Machine, policy: str, oracle: Oracle, seed: int = 0, w
     scheduler = Scheduler(
         limits,
         chosen,
+        pool(most_pages=machine.num_pages + gained),
         pool(),
-        pool(),
-        speculates=chosen.max_length > 0,
+        speculates=speculates,
         prefix_caching=False,
         cost=cost if chosen.needs_cost else None,
         overlap=None if machine.overlap == "off" else Overlap(machine.overlap),
         pace=StepPace(machine.max_step_ms / 1e3, pacing) if machine.max_step_ms else None,
         reporter=_QuietReporter,
     )
-    return Replica(Engine(scheduler, executor, time.now, cost), time)
+    residency = None
+    if gained and machine.profile.residency is not None:
+        residency = Residency(scheduler, SimDraftMemory(machine.profile.residency, gained, time), time.now)
+    return Replica(Engine(scheduler, executor, time.now, cost, residency=residency), time)
