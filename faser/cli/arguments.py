@@ -385,7 +385,8 @@ def _add_bench_traffic(parser: argparse.ArgumentParser, default_arrivals: str) -
     )  # fmt: skip
     add(
         "--arrivals", metavar="PROCESS",
-        help="arrivals, instead of a trace's: poisson:RATE, gamma:RATE:SHAPE, square:LOW:HIGH:PERIOD, ramp:LOW:HIGH; "
+        help="arrivals, instead of a trace's: poisson:RATE, gamma:RATE:SHAPE, square:LOW:HIGH:PERIOD, ramp:LOW:HIGH, "
+        "steps:RATE:RATE:…; "
         f"default {default_arrivals}",
     )  # fmt: skip
     add("--concurrency", metavar="N,…", help="closed loops instead: N requests open at all times")
