@@ -45,6 +45,7 @@ class Subject:
     exit_candidates: tuple[int, ...] = (0,)  # numbers of vocabulary entries to compare drafts with
     splits: tuple[int, ...] = ()  # SMs of drafting beside a verification: see Device
     draft_memory: DraftMemory | None = None  # where the draft can leave the device
+    leaving_bytes: int = 0  # of the draft's weights, as far as they leave
     page_bytes: tuple[int, int] = (0, 0)  # of one KV page of the target and of the draft
     assumed: Profile | None = None  # predicts what was not measured (faser/runtime/profiling/assumed.py)
 

@@ -25,10 +25,8 @@ def round_trip(subject: Subject, clock: Callable[[], float]) -> ResidencyProfile
         return None
     load_seconds = _seconds_of(memory.reclaim, clock)
     target_bytes, draft_bytes = subject.page_bytes
-    # from the pages that it makes room for: the device may keep a part of the weights, or round up
-    weight_bytes = max(0, memory.pages_gained * target_bytes - subject.num_pages * draft_bytes)
     return ResidencyProfile(
-        weight_bytes=weight_bytes,
+        weight_bytes=subject.leaving_bytes,
         target_token_bytes=target_bytes // subject.page_size,
         draft_token_bytes=draft_bytes // subject.page_size,
         lend_seconds=lend_seconds,
