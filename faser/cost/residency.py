@@ -20,9 +20,14 @@ class ResidencyProfile:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> ResidencyProfile:
-        sizes = {name: int(given[name]) for name in ("weight_bytes", "target_token_bytes", "draft_token_bytes")}
-        seconds = {name: float(given[name]) for name in ("lend_seconds", "load_seconds")}
-        return cls(**sizes, **seconds, is_assumed=bool(given.get("is_assumed", False)))
+        return cls(
+            weight_bytes=int(given["weight_bytes"]),
+            target_token_bytes=int(given["target_token_bytes"]),
+            draft_token_bytes=int(given["draft_token_bytes"]),
+            lend_seconds=float(given["lend_seconds"]),
+            load_seconds=float(given["load_seconds"]),
+            is_assumed=bool(given.get("is_assumed", False)),
+        )
 
     def pages_gained(self, num_pages: int, page_size: int) -> int:
         """Pages of the target that fit where the draft's weights and its `num_pages` pages were."""
