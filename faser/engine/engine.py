@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 
 from faser.cost.profiled_cost import ProfiledCost
 from faser.cost.step_cost import StepCost
+from faser.engine.residency import Residency
 from faser.engine.scheduler import Scheduler
 from faser.engine.slots import OutputChecker
 from faser.engine.stats import EngineStats
@@ -76,6 +77,7 @@ class Engine:
         clock: Callable[[], float] = perf_counter,
         cost: ProfiledCost | None = None,
         exits: EarlyExit | None = None,
+        residency: Residency | None = None,
         on_idle: Callable[[], bool] = lambda: False,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
@@ -84,6 +86,7 @@ class Engine:
         self.stats = EngineStats()
         self.cost = cost or StepCost()
         self.exits = exits
+        self.residency = residency
         self.on_plan: Callable[[], None] = lambda: None  # called when a step is planned, before its result is awaited
         self._async = executor if isinstance(executor, AsyncExecutor) else None
         self._running: deque[_RunningStep] = deque()  # oldest first; two at most
