@@ -281,9 +281,16 @@ class _Timeline:
         self._begin(0.0)
 
     def _begin(self, time: float) -> None:
-        self._until = time + self._width
+        self._began, self._until = time, time + self._width
         self._before = copy(self._engine.stats)
+        self._away_before = self._away_seconds
         self._num_decoding_steps = self._num_drafting_steps = 0
+
+    @property
+    def _away_seconds(self) -> float:
+        """So far, of the draft."""
+        residency = self._engine.residency
+        return residency.stats.away_seconds if residency is not None else 0.0
 
     def stepped(self) -> None:
         last = self._engine.stats.last
@@ -306,6 +313,7 @@ class _Timeline:
     def _moment(self, now: float) -> Moment:
         before, after, scheduler = self._before, self._engine.stats, self._engine.scheduler
         lengths = gained(before.lengths, after.lengths)
+        away = self._away_seconds - self._away_before
         return Moment(
             time=now,
             running=scheduler.num_running,
@@ -315,4 +323,5 @@ class _Timeline:
             accepted=after.accepted - before.accepted,
             mean_length=sum(k * count for k, count in enumerate(lengths)) / max(1, sum(lengths)),
             speculating=self._num_drafting_steps / max(1, self._num_decoding_steps),
+            away=min(1.0, away / (now - self._began)) if away else 0.0,
         )

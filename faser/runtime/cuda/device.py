@@ -32,6 +32,7 @@ class CudaDevice:
     max_running = 256
     max_batch_tokens = 4096
     pacing = replace(prompt_pace.GPU, row_sizes=MIXED_BUCKETS)
+    offloads = True
     runs_ahead = True  # a step is planned while the one before it runs
     exit_depths = (0.0, 0.5)  # each further depth would need as many graphs again
     profiling = Profiling(18.0, ROW_BUCKETS, MIXED_BUCKETS, most_rows=1024, most_context=2**18, most_prompt_rows=4096)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from faser.arrays import NONE, IntArray
+from faser.engine.residency import DraftMemory
 from faser.errors import EngineError
 from faser.progress import Update
 from faser.runtime.cuda.compile import compile_all
@@ -68,6 +69,7 @@ class CudaExecutor:
         self._steps: deque[LaunchedStep] = deque()
         self._runs_ahead = runs_ahead
         self._is_compiled = False
+        self.draft_memory: DraftMemory | None = None
         # optional mechanisms
         self._confidence: DraftConfidence | None = None
         self.early_exit: CudaEarlyExit | None = None
