@@ -36,13 +36,14 @@ from faser.policy.overlap import Overlap, worthwhile
 from faser.progress import progress_bar
 from faser.rules.early_exit import candidates_of, layers_at
 from faser.runtime.device import Device, DeviceExecutor, Parts, make_device
-from faser.runtime.kv_cache import fitting_pages, require_room
+from faser.runtime.kv_cache import bytes_per_page, fitting_pages, require_room
 from faser.runtime.profiling import saved as saved_profiles
 from faser.runtime.profiling.assumed import assumed_profile
 from faser.runtime.profiling.batches import Subject
 from faser.runtime.profiling.idle import IdleProfiler
 from faser.runtime.profiling.profiler import measure, measure_quick
 from faser.runtime.sampling import Sampler
+from faser.runtime.weights_home import home_bytes, own_weights
 from faser.text.grammar import shared_compiler
 from faser.text.tokenizer import Tokenizer
 
@@ -373,6 +374,9 @@ def _measure(made: _Made, budget: float | None = None) -> tuple[Profile, float]:
 
 
 def _subject(made: _Made) -> Subject:
+    models = made.target, made.draft_model or made.target
+    target_bytes, draft_bytes = (bytes_per_page(model.config, made.page_size, model.dtype) for model in models)
+    own = own_weights(made.draft_model, made.target) if made.draft_model is not None else []
     return Subject(
         executor=made.executor,
         limits=made.limits,
@@ -386,6 +390,9 @@ def _subject(made: _Made) -> Subject:
         exit_layer=made.target.num_layers // 2,
         exit_candidates=candidates_of(made.target.config.vocab_size),
         splits=made.device.splits if made.device.profiling.has_lanes else (),
+        draft_memory=made.executor.draft_memory,
+        leaving_bytes=home_bytes(own),
+        page_bytes=(target_bytes, draft_bytes),
         assumed=_assumed(made),
     )
 

@@ -109,7 +109,8 @@ def _reach(engine: Engine, place: Place) -> None:
         if residency.stats.failure is not None:
             raise RuntimeError(residency.stats.failure)
         (residency.leave if place is Place.AWAY else residency.come_back)()
-        residency.advance()
+        if residency.place is not place:  # else the policy's rule would be asked, which may want it elsewhere
+            residency.advance()
 
 
 @contextmanager

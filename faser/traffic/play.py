@@ -25,7 +25,7 @@ NUM_MOMENTS = 200  # per run, about, if its length is known from its arrivals
 LEAST_SLICE = 0.1  # seconds of a moment
 CLOSED_SLICE = 0.5  # seconds of a moment in a closed loop, whose length is not known
 LONGEST_SLEEP = 0.05  # seconds, so that an interrupt is noticed soon
-MOVE_SLEEP = 0.002  # seconds, while the draft is away or moves
+MOVE_SLEEP = 0.002  # seconds, while the draft moves
 WARM_TOKENS = 16  # output of a request in a warm-up
 
 Update = Callable[[int], None]  # called with the number of requests that have ended, lost ones included

@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from faser.build import LoadedPair, measure_profile
+from faser.config import EngineOptions
 from faser.cost.residency import ResidencyProfile
 from faser.errors import MoveError
 from faser.runtime.profiling.profiler import measure_quick
 from faser.runtime.profiling.residency import round_trip
 from tests.runtime.profiling.machine import make_subject, profile_of
+from tests.tiny import make_draft, make_model
 
 
 class CountedMemory:
@@ -74,3 +77,13 @@ def test_a_draft_that_cannot_come_back_is_an_error():
     subject, _ = movable(breaks=3)
     with pytest.raises(MoveError, match="no memory"):
         round_trip(subject, subject.executor.time.now)
+
+
+def test_the_draft_of_a_real_engine_is_back_after_the_profile():
+    target = make_model()
+    draft = make_draft(target)
+    options = EngineOptions(policy="fixed:2", device="cpu", max_model_len=64, max_running=4, num_pages=8, offload="on")
+    profile, _ = measure_profile(LoadedPair(target, draft, None), options, budget=0.2)
+    assert profile.residency.weight_bytes > 0
+    assert profile.residency.target_token_bytes == 2 * target.num_layers * 2 * 8 * 4, "keys and values, in float32"
+    assert not any(weight.count_nonzero() == 0 for weight in draft.weights()), "all weights are loaded"
