@@ -25,6 +25,7 @@ NUM_MOMENTS = 200  # per run, about, if its length is known from its arrivals
 LEAST_SLICE = 0.1  # seconds of a moment
 CLOSED_SLICE = 0.5  # seconds of a moment in a closed loop, whose length is not known
 LONGEST_SLEEP = 0.05  # seconds, so that an interrupt is noticed soon
+MOVE_SLEEP = 0.002  # seconds, while the draft is away or moves
 WARM_TOKENS = 16  # output of a request in a warm-up
 
 Update = Callable[[int], None]  # called with the number of requests that have ended, lost ones included
@@ -224,10 +225,14 @@ class _Play:
         self._ledger.receive(progress, self._now())
 
     def _wait(self) -> float:
-        """Sleep until the next request is due, LONGEST_SLEEP at most; returns the seconds slept."""
-        started = self._now()
+        """Sleep until the next request is due, LONGEST_SLEEP at most; returns the seconds slept.
+
+        The draft may come back meanwhile. Other work of idle moments is left: it would disturb the measurement.
+        """
+        started, residency = self._now(), self._engine.residency
+        longest = MOVE_SLEEP if residency is not None and residency.advance() else LONGEST_SLEEP
         if self._next < len(self._workload.items):
-            self._clock.sleep(min(LONGEST_SLEEP, max(0.0, self._workload.items[self._next].arrival - started)))
+            self._clock.sleep(min(longest, max(0.0, self._workload.items[self._next].arrival - started)))
         return self._now() - started
 
     def _result(self, system: str, idle: float, partial: bool) -> Run:
