@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from faser.runtime.cuda.page_moves import BLOCK, move_pages  # noqa: E402
-from faser.step import PageMoves  # noqa: E402
+from faser.runtime.cuda.page_moves import BLOCK, move_pages
+from faser.step import PageMoves
 
 SHAPES = {
     "a page smaller than a block": (3, 12, 4, 4, 16),
