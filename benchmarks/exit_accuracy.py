@@ -33,7 +33,7 @@ from faser.build import load_pair
 from faser.config import EngineOptions
 from faser.models.transformer import Transformer
 from faser.runtime.cpu.runner import CpuAttention, Rows
-from faser.runtime.kv_cache import make_pages
+from faser.runtime.kv_cache import bytes_per_page, pages_over
 from faser.traffic.prompts import SHIPPED
 
 PAGE = 16
@@ -55,7 +55,8 @@ class Texts:
     def __init__(self, model: Transformer, max_tokens: int) -> None:
         num_pages = -(-max_tokens // PAGE)
         self.model = model
-        self._pages = make_pages(model.config, num_pages, PAGE, model.dtype)
+        memory = torch.zeros(num_pages * bytes_per_page(model.config, PAGE, model.dtype), dtype=torch.uint8)
+        self._pages = pages_over(memory, model.config, PAGE, model.dtype)
         self._table = np.arange(num_pages)[None]
 
     def hidden_by_layer(self, token_ids: IntArray):

@@ -18,9 +18,10 @@ import torch
 from faser.config import NGRAM, EngineOptions, resolve_draft
 from faser.cost.profile import Profile
 from faser.cost.profiled_cost import ProfiledCost
-from faser.engine.engine import Engine, Executor
+from faser.engine.engine import Engine
 from faser.engine.pages import PagePool
 from faser.engine.prompt_pace import StepPace
+from faser.engine.residency import Residency
 from faser.engine.scheduler import Scheduler
 from faser.errors import ConfigError, ModelError
 from faser.limits import HARD_MAX_LENGTH, Limits
@@ -34,7 +35,7 @@ from faser.policy.early_exit import EarlyExit, can_pay
 from faser.policy.overlap import Overlap, worthwhile
 from faser.progress import progress_bar
 from faser.rules.early_exit import candidates_of, layers_at
-from faser.runtime.device import Device, Parts, make_device
+from faser.runtime.device import Device, DeviceExecutor, Parts, make_device
 from faser.runtime.kv_cache import fitting_pages, require_room
 from faser.runtime.profiling import saved as saved_profiles
 from faser.runtime.profiling.assumed import assumed_profile
@@ -132,7 +133,7 @@ class _Made:
     policy: Policy
     device: Device
     limits: Limits
-    executor: Executor
+    executor: DeviceExecutor
     num_pages: int
     page_size: int
 
@@ -154,14 +155,16 @@ def build_engine(
     given or saved, `options.profiling` says what is measured first.
     """
     made = _make_executor(target, draft, options, tokenizer, device)
+    memory = made.executor.draft_memory
     sizes = made.num_pages, made.page_size, made.limits.max_running, made.limits.max_model_len
     pool = partial(PagePool, *sizes, options.prefix_caching)
+    most_pages = made.num_pages + (memory.pages_gained if memory is not None else 0)
     profile = _profile_of(made, options)
     cost = ProfiledCost(profile) if profile is not None else None
     scheduler = Scheduler(
         made.limits,
         made.policy,
-        pool(),
+        pool(most_pages=most_pages),
         pool() if made.draft_model is not None else None,
         speculates=draft is not None,
         prefix_caching=options.prefix_caching,
@@ -169,7 +172,8 @@ def build_engine(
         overlap=_make_overlap(made, options, cost),
         pace=_make_pace(made.device, options),
     )
-    engine = partial(Engine, scheduler, made.executor, cost=cost)
+    residency = Residency(scheduler, memory, perf_counter) if memory is not None else None
+    engine = partial(Engine, scheduler, made.executor, cost=cost, residency=residency)
     if cost is not None and cost.profile.kind == "quick":
         engine = partial(
             engine, on_idle=IdleProfiler(_subject(made), cost, scheduler, _about(made), saved_profiles.keep)
@@ -294,10 +298,18 @@ def _make_executor(
             sampler=Sampler(limits.max_running, target.config.vocab_size, history, compiler),
             num_pages=options.num_pages,
             kv_memory=options.kv_memory,
+            offload=_offloads(options, device, draft_model),
             acceptance=options.acceptance,
         )
     )
     return _Made(target, draft, policy, device, limits, executor, num_pages, options.page_size)
+
+
+def _offloads(options: EngineOptions, device: Device, draft: Transformer | None) -> bool:
+    """Whether the draft may leave the device. `on` is refused where there is no draft model that could."""
+    if options.offload == "on" and draft is None:
+        raise ConfigError("offload=on: there is no draft model that could leave the device; give one, or leave it out")
+    return draft is not None and (options.offload == "on" or (options.offload == "auto" and device.offloads))
 
 
 def _usual_length(policy: Policy, draft: Draft) -> int:

@@ -7,6 +7,31 @@ from collections import deque
 from faser.step import StepPlan, StepResult
 
 
+class Late:
+    """Runs a plan only when its result is collected: the latest moment at which a device may touch memory."""
+
+    def __init__(self, inner) -> None:
+        self.inner = inner
+        self.plans: deque[StepPlan] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+
+    def collect(self) -> StepResult:
+        return self.inner.execute(self.plans.popleft())
+
+    def finish_launch(self) -> None: ...
+
+    def may_run_ahead(self, plan: StepPlan) -> bool:
+        return True
+
+    def discard(self) -> None:
+        while self.plans:  # the device finishes what was submitted
+            self.collect()
+
+    def close(self) -> None: ...
+
+
 class Ahead:
     """Wraps an `OracleExecutor`."""
 

@@ -17,12 +17,13 @@ from faser.arrays import IntArray
 from faser.engine.pages import PagePool
 from faser.engine.prompt_pace import StepPace
 from faser.engine.scheduler import Scheduler
+from faser.errors import MoveError
 from faser.limits import Limits
 from faser.policy import BatchView, Policy
 from faser.policy.overlap import Chunks, Overlap
 from faser.request import Progress, Request, SamplingParams
 from faser.rules.stopping import Stopping
-from faser.step import PageWrites, Settling, StepPlan, StepResult, StepSeconds
+from faser.step import PageMoves, PageWrites, Settling, StepPlan, StepResult, StepSeconds
 
 VOCABULARY = 5
 SEED = 7
@@ -56,8 +57,20 @@ class _Memory:
 
     def __init__(self, num_pages: int, page_size: int, max_slots: int, max_tokens: int) -> None:
         self.page_size = page_size
+        self.num_backed = num_pages  # pages that have memory
         self.table = np.full((max_slots, -(-max_tokens // page_size)), -1)
         self.held = np.zeros((num_pages, page_size), dtype=np.int64)
+
+    def back(self, num_pages: int) -> None:
+        """Give memory to so many pages; what is new holds nothing."""
+        held = np.full((num_pages, self.page_size), -1)
+        kept = min(num_pages, self.num_backed)
+        held[:kept] = self.held[:kept]
+        self.held, self.num_backed = held, num_pages
+
+    def move(self, moves: PageMoves) -> None:
+        assert not set(moves.sources.tolist()) & set(moves.destinations.tolist())
+        self.held[moves.destinations] = self.held[moves.sources]
 
     def apply(self, writes: PageWrites) -> None:
         self.table[writes.slots, writes.columns] = writes.pages
@@ -68,6 +81,7 @@ class _Memory:
         for position, token in enumerate(tokens[: start + count]):
             prefix = prefix_hash(prefix, int(token))
             page, offset = self.table[slot, position // self.page_size], position % self.page_size
+            assert page < self.num_backed, f"slot {slot}, {position}: page {page} has no memory"
             if position < start:
                 assert self.held[page, offset] == prefix, f"slot {slot}, {position}: page {page} is wrong"
             else:
@@ -102,6 +116,8 @@ class OracleExecutor:
             self.history[new.slot, : new.token_ids.size] = new.token_ids
             self.seeds[new.slot] = new.seed
         plan = plan.settle(self.settling[plan.slots])
+        if plan.moves is not None:
+            self.target.move(plan.moves)
         self.target.apply(plan.target_pages)
         assert plan.num_rows.min() > 0
         assert (plan.num_rows + plan.judged).sum() <= self.limits.max_batch_tokens, "more rows than a step may have"
@@ -169,6 +185,47 @@ class OracleExecutor:
         pass
 
 
+class OracleDraftMemory:
+    """A `DraftMemory` over an oracle: what it takes away is gone at once, whatever is still in flight.
+
+    A move takes `parts` calls. `failures`: how many of the next calls raise MoveError.
+    """
+
+    load_seconds = 0.0
+
+    def __init__(self, executor: OracleExecutor, base_pages: int, pages_gained: int, parts: int = 1) -> None:
+        assert executor.draft is not None
+        self.pages_gained = pages_gained
+        self.failures = 0
+        self.is_lent = False
+        self._target, self._draft = executor.target, executor.draft
+        self._num_draft_pages, self._base_pages = executor.draft.num_backed, base_pages
+        self._parts, self._done = parts, 0
+
+    def lend(self) -> bool:
+        self._draft.back(0)
+        if not self._is_complete():
+            return False
+        self._target.back(self._base_pages + self.pages_gained)
+        self.is_lent = True
+        return True
+
+    def reclaim(self) -> bool:
+        self._target.back(self._base_pages)
+        self.is_lent = False
+        if not self._is_complete():
+            return False
+        self._draft.back(self._num_draft_pages)
+        return True
+
+    def _is_complete(self) -> bool:
+        if self.failures:
+            self.failures, self._done = self.failures - 1, 0
+            raise MoveError("for a test")
+        self._done = (self._done + 1) % self._parts
+        return self._done == 0
+
+
 class RandomLengths(Policy):
     """A policy that draws the length of each request at random in every step, 0 included."""
 
@@ -233,6 +290,7 @@ class World:
         *,
         num_pages: int = 64,
         num_draft_pages: int | None = 64,
+        pages_gained: int = 0,
         page_size: int = 4,
         max_running: int = 4,
         max_batch_tokens: int = 16,
@@ -246,7 +304,8 @@ class World:
     ) -> None:
         self.seconds = seconds  # of a step; the pace learns from them
         self.limits = Limits(max_running, max_batch_tokens, max_model_len, draft_max_len)
-        self.target = PagePool(num_pages, page_size, max_running, max_model_len, caching)
+        most_pages = num_pages + pages_gained
+        self.target = PagePool(num_pages, page_size, max_running, max_model_len, caching, most_pages)
         self.draft = (
             PagePool(num_draft_pages, page_size, max_running, max_model_len, caching)
             if num_draft_pages is not None

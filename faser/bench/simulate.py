@@ -16,6 +16,7 @@ from typing import Any
 from faser.bench.command import Asked, Interrupts, Session, make_workloads, play_and_report, prepare_results
 from faser.bench.table import aligned, shown_rate
 from faser.cost.profile import Profile
+from faser.engine.engine import Engine
 from faser.errors import ConfigError
 from faser.sim.cluster import play_cluster
 from faser.sim.fluid import play_fluid
@@ -52,6 +53,8 @@ def _refuse(args: argparse.Namespace, asked: Asked) -> None:
         raise ConfigError("--against: no server plays in simulated time; give a file of its results")
     if args.replicas > MAX_EXACT_REPLICAS and args.concurrency is not None:
         raise ConfigError(f"--concurrency is simulated step by step, with {MAX_EXACT_REPLICAS} --replicas at most")
+    if args.replicas > MAX_EXACT_REPLICAS and args.offload != "off":
+        raise ConfigError(f"--offload is simulated step by step, with {MAX_EXACT_REPLICAS} --replicas at most")
 
 
 def make_machine(args: argparse.Namespace, profile: Profile) -> Machine:
@@ -66,6 +69,7 @@ def make_machine(args: argparse.Namespace, profile: Profile) -> Machine:
         page_size=args.page_size,
         runs_ahead=not args.no_run_ahead,
         overlap=args.overlap,
+        offload=args.offload,
         noise=args.noise,
     )
 
@@ -89,6 +93,7 @@ def _about(args: argparse.Namespace, profile: Profile, machine: Machine) -> dict
         "kv_tokens": machine.num_pages * machine.page_size,
         "runs_ahead": machine.runs_ahead,
         "overlap": machine.overlap,
+        "offload": machine.offload,
         "noise": machine.noise or None,
     }
 
@@ -123,7 +128,7 @@ class SimulatedSystem:
             return play_cluster(replicas, workload, self.name, stopped=stopped, update=update)
         engine, clock = replicas[0].engine, replicas[0].time.clock
         run = play(engine, workload, self.name, clock=clock, stopped=stopped, update=update)
-        return replace(run, about={"preemptions": engine.scheduler.num_preemptions})
+        return replace(run, about={"preemptions": engine.scheduler.num_preemptions, **_moves(engine)})
 
     def _play_fluid(self, workload: Workload, stopped: Stopped, update: Update) -> Run:
         if workload.concurrency is not None:
@@ -137,6 +142,14 @@ class SimulatedSystem:
         return play_fluid(
             self.machine, self._throughput, self.num_replicas, workload, self.name, stopped=stopped, update=update
         )
+
+
+def _moves(engine: Engine) -> dict[str, Any]:
+    """What a run says of the draft's moves."""
+    if engine.residency is None:
+        return {}
+    stats = engine.residency.stats
+    return {"draft_moves": stats.moves, "draft_away_s": stats.away_seconds}
 
 
 def per_gpu_table(document: Document) -> str:

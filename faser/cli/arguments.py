@@ -368,6 +368,11 @@ def _add_simulated_machine(parser: argparse.ArgumentParser) -> None:
         "--overlap", choices=("auto", "on", "off"), default="off",
         help="draft while earlier drafts are verified; needs a profile with the cost of it; default: off",
     )  # fmt: skip
+    add(
+        "--offload", choices=("auto", "off"), default="off",
+        help="give the draft's memory to the KV cache while pages are short; needs a profile with its sizes, and 16 "
+        "--replicas at most; default: off",
+    )  # fmt: skip
     add("--noise", type=float, default=0.0, metavar="SHARE", help="spread of a step's seconds, e.g. 0.05; default: 0")
 
 
@@ -380,7 +385,8 @@ def _add_bench_traffic(parser: argparse.ArgumentParser, default_arrivals: str) -
     )  # fmt: skip
     add(
         "--arrivals", metavar="PROCESS",
-        help="arrivals, instead of a trace's: poisson:RATE, gamma:RATE:SHAPE, square:LOW:HIGH:PERIOD, ramp:LOW:HIGH; "
+        help="arrivals, instead of a trace's: poisson:RATE, gamma:RATE:SHAPE, square:LOW:HIGH:PERIOD, ramp:LOW:HIGH, "
+        "steps:RATE:RATE:…; "
         f"default {default_arrivals}",
     )  # fmt: skip
     add("--concurrency", metavar="N,…", help="closed loops instead: N requests open at all times")

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from faser.cost.curve import Curve
 from faser.cost.overlap import OverlapProfile
+from faser.cost.residency import ResidencyProfile
 from faser.errors import ConfigError
 from faser.machine import atomic_write
 
@@ -39,6 +40,7 @@ class Profile:
     exit_candidates: int = 0  # vocabulary entries that the check compares drafts with; 0: all
     besides: tuple[OverlapProfile, ...] = ()  # drafting beside verification, by split of the device
     await_seconds: float = 0.0  # added to a step that cannot begin before the result of the step before it
+    residency: ResidencyProfile | None = None  # of moving the draft out and back; None: not measured, or not possible
     errors: Mapping[str, float] = field(default_factory=dict)  # on held-out batches, mean and worst, as shares
     kind: str = "measured"  # one of KINDS
 
@@ -76,6 +78,7 @@ class Profile:
             raise ConfigError(f"no profile: version {version!r}; expected {VERSION}")
         try:
             stop_seconds, exit_check = given["stop_seconds"], given.get("exit_check")
+            residency = given.get("residency")
             return cls(
                 dict(given["about"]),
                 host=float(given["host"]),
@@ -84,6 +87,7 @@ class Profile:
                 exit_candidates=int(given.get("exit_candidates", 0)),
                 besides=tuple(OverlapProfile.from_dict(each) for each in given.get("besides", ())),
                 await_seconds=float(given.get("await_seconds", 0.0)),
+                residency=None if residency is None else ResidencyProfile.from_dict(residency),
                 errors={str(name): float(error) for name, error in given["errors"].items()},
                 kind=_known_kind(given.get("kind", "measured")),
                 **{name: Curve.from_dict(given[name]) for name in CURVES},

@@ -34,10 +34,10 @@ def check_size(request: Request, max_model_len: int, target_pages: PagePool) -> 
         raise InvalidRequest("the prompt holds no token; give at least one")
     if total > max_model_len:
         raise RequestTooLong(f"{asked}, but the model takes {max_model_len}; shorten the prompt or max_tokens")
-    if target_pages.pages_for(total) > target_pages.num_pages:
+    if target_pages.pages_for(total) > target_pages.base_pages:
         raise RequestTooLong(
-            f"{asked}, but the KV pool holds {target_pages.num_pages * target_pages.page_size} "
-            f"({target_pages.num_pages} pages of {target_pages.page_size}); shorten the request or enlarge the pool"
+            f"{asked}, but the KV pool holds {target_pages.base_pages * target_pages.page_size} "
+            f"({target_pages.base_pages} pages of {target_pages.page_size}); shorten the request or enlarge the pool"
         )
 
 
@@ -47,6 +47,15 @@ class AdmissionQueue:
         self._slots = slots
         self._target_pages = target_pages
         self._prefixes = prefixes
+
+    @property
+    def lacks_pages(self) -> bool:
+        """Whether the oldest waiting request fits into a slot but not into the pages."""
+        if not self.waiting or not self._slots.free:
+            return False
+        head, pool = self.waiting[0], self._target_pages
+        missing = pool.pages_for(head.token_ids.size) - head.num_found
+        return missing + int(self._slots.running.size) > pool.num_available
 
     def put_back(self, request: OpenRequest) -> None:
         """A preempted request goes before all requests that came later."""

@@ -17,7 +17,7 @@ from faser.arrays import BoolArray, IntArray
 from faser.engine.drafting import DraftPlanner
 from faser.engine.slots import SlotTable
 from faser.errors import EngineError
-from faser.step import Settling, StepPlan, StepResult
+from faser.step import PageMoves, Settling, StepPlan, StepResult
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,12 @@ class PlansInFlight:
             self._drafts.take_back(plan, settling)
         return Landed(settled, plan, result, emitted)
 
-    def clear(self) -> None:
+    def clear(self) -> list[PageMoves]:
+        """Forget the plans; returns the page moves that may not have been made."""
+        moves = [flying.plan.moves for flying in self._plans if flying.plan.moves is not None]
         self._plans.clear()
         self.unsettled[:] = False
+        return moves
 
     def vacate(self, slot: int) -> None:
         """Free a slot that no request has: at once, or when no plan in flight has it."""

@@ -80,6 +80,7 @@ class DraftPlanner:
         self.cost: ProfiledCost | None = None  # what the policy may go by
         self.pace: StepPace | None = None
         self.overlap: OverlapState | None = None
+        self.is_away = False  # the draft is not on the device: nobody drafts (residency.py)
         self._limits = limits
         self._slots = slots
         self._target_pages = target_pages
@@ -139,6 +140,8 @@ class DraftPlanner:
         )
 
     def ask_policy(self, view: BatchView) -> IntArray:
+        if self.is_away:
+            return np.zeros_like(view.slots)
         lengths = np.asarray(self.policy.lengths(view))
         if lengths.dtype.kind not in "iu" or lengths.shape != view.slots.shape or (lengths < 0).any():
             raise EngineError(
@@ -202,7 +205,7 @@ class DraftPlanner:
         # the draft computed all its tokens but the last
         computed = plan.draft_start + plan.draft_rows + np.maximum(result.num_drafted - 1, 0)
         valid = np.minimum(computed, self._slots.num_tokens[plan.slots] - 1)
-        self._slots.draft_computed[plan.slots] = np.where(plan.samples, valid, computed)
+        self._slots.draft_computed[plan.slots] = 0 if self.is_away else np.where(plan.samples, valid, computed)
         if self.overlap is not None:
             self.overlap.move(plan, result)
 

@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 
 from faser.cost.profiled_cost import ProfiledCost
 from faser.cost.step_cost import StepCost
+from faser.engine.residency import Residency
 from faser.engine.scheduler import Scheduler
 from faser.engine.slots import OutputChecker
 from faser.engine.stats import EngineStats
@@ -66,7 +67,8 @@ class Engine:
 
     With an `AsyncExecutor` the next step is planned and submitted while one runs, wherever it can be. `cost` is the one
     that the scheduler's policy goes by, if it needs one. `exits`, where given, drops drafts in the midst of
-    verifications. `on_idle` does a little work that needs an idle engine and says whether there is more.
+    verifications. `residency`, where given, moves the draft out of the device and in again. `on_idle` does a little
+    work that needs an idle engine and says whether there is more.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Engine:
         clock: Callable[[], float] = perf_counter,
         cost: ProfiledCost | None = None,
         exits: EarlyExit | None = None,
+        residency: Residency | None = None,
         on_idle: Callable[[], bool] = lambda: False,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
@@ -84,6 +87,7 @@ class Engine:
         self.stats = EngineStats()
         self.cost = cost or StepCost()
         self.exits = exits
+        self.residency = residency
         self.on_plan: Callable[[], None] = lambda: None  # called when a step is planned, before its result is awaited
         self._async = executor if isinstance(executor, AsyncExecutor) else None
         self._running: deque[_RunningStep] = deque()  # oldest first; two at most
@@ -106,6 +110,8 @@ class Engine:
         """Do a little of the work that needs an idle engine; whether there is more of it."""
         if self.has_work:
             return False
+        if self.residency is not None and self.residency.advance():
+            return True
         try:
             return self._on_idle()
         except Exception:
@@ -115,6 +121,8 @@ class Engine:
 
     def step(self) -> list[Progress]:
         """Run one step. If it raises, call `abandon`: the open requests cannot go on."""
+        if self.residency is not None:
+            self.residency.advance()
         if not self._running and not self._launch():
             return self.scheduler.take_ended()
         if self._async is not None:

@@ -39,7 +39,8 @@ class OverlapState:
         begin = self._slots.num_tokens[slots] + frontier
         view = drafts.view(slots, begin, num_prefill_rows)
         lengths = drafts.ask_policy(view)
-        chunks = self.chooser.chunks(view, lengths) if self.chooser is not None else None
+        chooser = None if drafts.is_away else self.chooser
+        chunks = chooser.chunks(view, lengths) if chooser is not None else None
         room = np.maximum(self._slots.max_draft[slots] - frontier, 0)
         if chunks is None:  # this step verifies the frontier and the new drafts: together as many as were asked for
             lead = lengths = np.minimum(np.maximum(lengths - frontier, 0), room)

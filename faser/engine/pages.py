@@ -6,6 +6,9 @@ so that a later prompt with the same beginning can take it instead of computing 
 least recently used idle page is given out.
 
 Only full pages with committed tokens are published, so a shared page is never written again.
+
+A pool may grow, and shrink again (residency.py). A page at or beyond the end of a pool that shrank is given out no
+more; `vacate` moves those that are still held to pages below the end.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import numpy as np
 
 from faser.arrays import NONE, BoolArray, IntArray
 from faser.errors import EngineError
-from faser.step import PageWrites
+from faser.step import PageMoves, PageWrites
 
 NO_WRITES = PageWrites(NONE, NONE, NONE)
 
@@ -29,17 +32,30 @@ def page_hash(previous: bytes, tokens: IntArray) -> bytes:
 
 
 class PagePool:
-    """The pages of one model's KV cache and a page table row for each slot."""
+    """The pages of one model's KV cache and a page table row for each slot.
 
-    def __init__(self, num_pages: int, page_size: int, max_slots: int, max_tokens: int, caching: bool = True) -> None:
-        self.num_pages = num_pages
+    It has `num_pages` pages to begin with (`base_pages`), and may grow to `most_pages`.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        max_slots: int,
+        max_tokens: int,
+        caching: bool = True,
+        most_pages: int | None = None,
+    ) -> None:
+        self.num_pages = self.base_pages = num_pages
         self.page_size = page_size
+        most = most_pages or num_pages
         self.table: IntArray = np.zeros((max_slots, self.pages_for(max_tokens)), dtype=np.int64)
         self.count: IntArray = np.zeros(max_slots, dtype=np.int64)
         self._caching = caching
-        self._free: IntArray = np.arange(num_pages, dtype=np.int64)[::-1].copy()  # a stack: the first num_free are free
+        self._free: IntArray = np.zeros(most, dtype=np.int64)  # a stack: the first num_free are free
+        self._free[:num_pages] = np.arange(num_pages)[::-1]
         self.num_free = num_pages  # neither held nor idle
-        self._holders: IntArray = np.zeros(num_pages, dtype=np.int64)
+        self._holders: IntArray = np.zeros(most, dtype=np.int64)
         self._published: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -55,7 +71,12 @@ class PagePool:
 
     @property
     def num_held(self) -> int:
-        return self.num_pages - self.num_available
+        return self.num_pages - self.num_available + self.num_beyond
+
+    @property
+    def num_beyond(self) -> int:
+        """Held pages beyond the end of a pool that shrank."""
+        return int(np.count_nonzero(self._holders[self.num_pages :]))
 
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:
         """Grow each slot's table to num_tokens [B] tokens. If pages are short: False, and nothing is changed."""
@@ -98,10 +119,12 @@ class PagePool:
             return
         unheld = pages[self._holders[pages] == 0]
         for page in unheld.tolist():
-            if page in self._hash_of:
+            if page not in self._hash_of:
+                self._push(np.array([page]))
+            elif page < self.num_pages:
                 self._idle[page] = None
             else:
-                self._push(np.array([page]))
+                self._unpublish(page)
 
     def find(self, hashes: Sequence[bytes]) -> tuple[int, int]:
         """The number of pages that `match` would take, and how many of them are idle now."""
@@ -135,13 +158,75 @@ class PagePool:
         self._writes = []
         return PageWrites(slots, columns, self.table[slots, columns])
 
+    # ── growing and shrinking ────────────────────────────────────────────────────────────────────────────────────────
+
+    def grow(self, num_pages: int) -> None:
+        """Take in the pages up to `num_pages`. They are given out last."""
+        new = np.arange(self.num_pages, num_pages)
+        new = new[self._holders[new] == 0][::-1]
+        self._free[new.size : new.size + self.num_free] = self._free[: self.num_free].copy()
+        self._free[: new.size] = new
+        self.num_free += new.size
+        self.num_pages = num_pages
+
+    def shrink(self, num_pages: int) -> None:
+        """Give out no page from `num_pages` on. Idle ones there are dropped from the cache; held ones stay."""
+        self.num_pages = num_pages
+        for page in [page for page in self._idle if page >= num_pages]:
+            del self._idle[page]
+            self._unpublish(page)
+        free, self.num_free = self._free[: self.num_free], 0
+        self._push(free.copy())
+
+    def vacate(self, num_kept: int) -> PageMoves | None:
+        """Move the held pages beyond the end to pages below it, if `num_kept` pages then stay available.
+
+        A moved page keeps its name and its holders. None: there was nothing to move, or too little room.
+        """
+        sources = np.flatnonzero(self._holders[self.num_pages :]) + self.num_pages
+        if not sources.size or sources.size + num_kept > self.num_available:
+            return None
+        destinations = self._take(sources.size)
+        moved = np.arange(self._holders.size)  # by page: where it is now
+        moved[sources] = destinations
+        slots, columns = np.nonzero(np.arange(self.table.shape[1]) < self.count[:, None])
+        beyond = self.table[slots, columns] >= self.num_pages
+        slots, columns = slots[beyond], columns[beyond]
+        self._write(slots, columns, moved[self.table[slots, columns]])
+        self._holders[destinations], self._holders[sources] = self._holders[sources], 0
+        for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
+            name = self._hash_of.pop(source, None)
+            if name is not None:
+                self._hash_of[destination], self._published[name] = name, destination
+        return PageMoves(sources, destinations)
+
+    def forget(self, pages: IntArray) -> None:
+        """Offer these pages to nobody any more: what they hold is not known."""
+        for page in pages.tolist():
+            if page in self._hash_of:
+                self._unpublish(page)
+            if page in self._idle:
+                del self._idle[page]
+                self._push(np.array([page]))
+
+    def clear(self) -> None:
+        """Empty the pool: no slot holds a page, and the cache forgets all."""
+        self.count[:] = self._holders[:] = 0
+        self._published.clear()
+        self._hash_of.clear()
+        self._idle.clear()
+        self._writes = []
+        self._free[: self.num_pages] = np.arange(self.num_pages)[::-1]
+        self.num_free = self.num_pages
+
     def check(self) -> None:
         """Raise EngineError unless every page is in exactly one state and the counts agree with the tables."""
         held = Counter(int(p) for slot, n in enumerate(self.count.tolist()) for p in self.table[slot, :n])
         free = self._free[: self.num_free].tolist()
         idle = list(self._idle)
         problems = {
-            "a page is lost or in two states": sorted([*held, *free, *idle]) != list(range(self.num_pages)),
+            "a page is lost or in two states": sorted([*(p for p in held if p < self.num_pages), *free, *idle])
+            != list(range(self.num_pages)),
             "holder counts differ from the tables": any(held[p] != n for p, n in enumerate(self._holders.tolist())),
             "an idle page is not published": any(p not in self._hash_of for p in idle),
             "a free page is published": any(p in self._hash_of for p in free),
@@ -160,15 +245,19 @@ class PagePool:
             pages.append(page)
         return pages
 
+    def _unpublish(self, page: int) -> None:
+        del self._published[self._hash_of.pop(page)]
+
     def _take(self, total: int) -> IntArray:
         while self.num_free < total:
             page, _ = self._idle.popitem(last=False)
-            del self._published[self._hash_of.pop(page)]
+            self._unpublish(page)
             self._push(np.array([page]))
         self.num_free -= total
         return self._free[self.num_free : self.num_free + total][::-1].copy()
 
     def _push(self, pages: IntArray) -> None:
+        pages = pages[pages < self.num_pages]
         self._free[self.num_free : self.num_free + pages.size] = pages
         self.num_free += pages.size
 

@@ -92,6 +92,10 @@ class Prefixes:
         self._draft_pages.release(slot)
         self._slots.draft_computed[slot] = self._draft_published[slot] = 0
 
+    def forget_draft(self) -> None:
+        """The draft's pages are gone, those of the cache too."""
+        self._slots.draft_computed[:] = self._draft_published[:] = 0
+
     def publish_prompts(self, slots: IntArray) -> None:
         """Publish prompt pages that became full. A request that failed has left, and publishes nothing."""
         if not self._caching:

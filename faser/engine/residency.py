@@ -79,6 +79,7 @@ class Residency:
         self._scheduler = scheduler
         self._memory = memory
         self._clock = clock
+        self._reason = ""  # of the present move
         self._policy: Policy | None = None
         self._rule: ResidencyRule | None = None
         self._barrier = 0  # steps that must have landed before memory moves
@@ -105,7 +106,7 @@ class Residency:
         )
 
     def advance(self) -> bool:
-        """Decide, or do the next part of a move. Whether an idle engine should call again soon."""
+        """Decide, or do the next part of a move. Whether an idle engine should call again at once."""
         match self.place:
             case Place.RESIDENT:
                 reason = self._ask_rule().why_leave(self._view(), self._expected_gain)
@@ -121,7 +122,7 @@ class Residency:
                 self._vacate()
             case Place.LOADING:
                 self._load()
-        return self.place is not Place.RESIDENT and self._clock() >= self._retry_at
+        return self.place not in (Place.RESIDENT, Place.AWAY) and self._clock() >= self._retry_at
 
     def leave(self, reason: str = "asked to") -> None:
         """Begin to leave, whatever the rule says."""
@@ -141,6 +142,7 @@ class Residency:
         self._barrier = self._scheduler.num_planned
         self.place = Place.LEAVING
         self._reason = reason
+        self._lend()
 
     def _lend(self) -> None:
         if self._scheduler.num_landed < self._barrier:
@@ -165,16 +167,19 @@ class Residency:
         if pool.num_pages > pool.base_pages:
             pool.shrink(pool.base_pages)
         self.place = Place.VACATING
+        self._vacate()
 
     def _vacate(self) -> None:
         pool = self._scheduler.target_pages
         if pool.num_beyond:
-            if self._scheduler.lacks_pages:  # requests wait for the pages that were to be given up
+            is_short = pool.num_available < self._scheduler.num_running  # the next steps would preempt
+            if is_short or self._scheduler.lacks_pages:  # requests need the pages that were to be given up
                 pool.grow(pool.base_pages + self._memory.pages_gained)
                 self.place = Place.AWAY
             return
         self._barrier = self._scheduler.num_planned
         self.place = Place.LOADING
+        self._load()
 
     def _load(self) -> None:
         if self._scheduler.num_landed < self._barrier or self._clock() < self._retry_at:
@@ -224,7 +229,7 @@ class Residency:
             base_pages=pool.base_pages,
             pages_gained=self._memory.pages_gained,
             load_seconds=self._memory.load_seconds,
-            last_drafted=scheduler.drafts.last_drafted,
+            last_drafted=scheduler.last_drafted,
             cost=scheduler.drafts.cost,
         )
 

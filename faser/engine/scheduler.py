@@ -8,6 +8,7 @@ in how many.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -64,6 +65,9 @@ class Scheduler:
         self.target_pages = target_pages
         self.draft_pages = draft_pages
         self.num_preemptions = 0
+        self.num_planned = 0  # steps
+        self.num_landed = 0  # of these, steps whose result was committed or given up
+        self.last_drafted = 0  # num_landed after the latest step with drafts
         self._speculates = speculates
         self._pools = PagePools(target_pages, draft_pages)
         self._slots = SlotTable(limits.max_running, limits.max_model_len)
@@ -100,6 +104,16 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._requests or self._untold)
+
+    @property
+    def lacks_pages(self) -> bool:
+        """Whether the oldest waiting request fits into a slot but not into the target's pages."""
+        return self._queue.lacks_pages
+
+    @property
+    def context_tokens(self) -> int:
+        """Of all running requests."""
+        return int(self._slots.num_tokens[self._slots.running].sum())
 
     # ── what the engine calls ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -141,6 +155,7 @@ class Scheduler:
         plan = self._make_plan()
         if plan is not None:
             self._in_flight.add(plan)
+            self.num_planned += 1
         return plan
 
     def advance(self) -> None:
@@ -150,6 +165,9 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> Committed:
         """Take in what a step produced: tokens, computed rows, full pages, ends."""
         landed = self._in_flight.land(plan, result)
+        self.num_landed += 1
+        if landed.settled.has_drafts:
+            self.last_drafted = self.num_landed
         plan, result, emitted = landed.plan, landed.result, landed.emitted
         self._slots.append(plan, emitted, result.token_ids)
         self._slots.counts.add(plan, result)
@@ -168,7 +186,9 @@ class Scheduler:
 
     def abandon(self, reason: FinishReason) -> list[Progress]:
         """End every open request, whatever state a failed step left it in."""
-        self._in_flight.clear()
+        for moves in self._in_flight.clear():
+            self.target_pages.forget(moves.destinations)
+        self.num_landed = self.num_planned
         self._in_flight.free_held()
         self._cancelling = []
         for request in list(self._requests.values()):
@@ -183,11 +203,28 @@ class Scheduler:
         if self.num_waiting + self.num_running != len(self._requests):
             raise EngineError("a request is neither waiting nor running")
 
+    # ── residency ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def drop_draft_pages(self) -> None:
+        """The draft's KV is void. Requests catch up if they ever draft again."""
+        assert self.draft_pages is not None
+        self.draft_pages.clear()
+        self.prefixes.forget_draft()
+
+    def expected_gain(self) -> float:
+        """Expected speed of the running requests with drafts over their speed without, if the draft had kept up."""
+        slots = self._slots.running
+        slots = slots[self._slots.num_tokens[slots] - self._slots.num_computed[slots] == 1]
+        if not slots.size:
+            return 1.0
+        view = self.drafts.view(slots, self._slots.num_tokens[slots], 0)
+        return self.drafts.policy.expected_gain(replace(view, lag=np.ones_like(view.lag)))
+
     # ── made-up requests, for profiling while there are no real ones ─────────────────────────────────────────────────
 
     def lend_slots(self, num_tokens: IntArray) -> tuple[PageWrites, PageWrites] | None:
         """Pages of both models for made-up requests in the first slots; None if not idle or free pages are short."""
-        if self.has_work or self._in_flight or not self._pools.lend(num_tokens):
+        if self.has_work or self._in_flight or self.drafts.is_away or not self._pools.lend(num_tokens):
             return None
         return self._pools.take_writes()
 
@@ -260,6 +297,7 @@ class Scheduler:
         if not runs.all():
             slots, start, num_rows, decoding = slots[runs], start[runs], num_rows[runs], decoding[runs]
         drafting = drafting.spread(decoding)
+        moves = self.target_pages.vacate(num_kept=self.num_running) if self.target_pages.num_beyond else None
         admitted, released = self._slots.take_changes()
         target_writes, draft_writes = self._pools.take_writes()
         return StepPlan(
@@ -277,6 +315,7 @@ class Scheduler:
             draft_pages=draft_writes,
             stopping=drafting.stopping,
             overlap=drafting.overlap,
+            moves=moves,
         )
 
     def _plan_drafts(self, slots: IntArray, start: IntArray, pending: IntArray, decoding: BoolArray) -> Drafting:

@@ -17,6 +17,7 @@ from faser.limits import ADAPTIVE_MAX_LENGTH
 from faser.policy.acceptance import Acceptance, Calibration
 from faser.policy.base import BatchView, Outcome, Policy
 from faser.policy.evidence import UNTRUSTED_LENGTH, MeasuredGain, is_trusted
+from faser.policy.residency import Regret, ResidencyRule
 from faser.rules.stopping import Stopping
 
 DEPTH = ADAPTIVE_MAX_LENGTH
@@ -132,6 +133,17 @@ class Adaptive(Policy):
             return np.minimum(chosen.lengths, longest)
         self._stopping = self._rule(view, view.cost, view.cost.profile.stop_seconds, price)
         return np.where(chosen.lengths > 0, np.minimum(view.limit, longest), 0)
+
+    def expected_gain(self, view: BatchView) -> float:
+        if not view.limit.any() or self._measured.rules_out(view.num_requests):
+            return 1.0
+        assert view.cost is not None
+        batch = _DecodingBatch(view, view.cost)
+        fastest = _StepPrices(batch, _DraftOrder.of(self._survival(view))).fastest()
+        return 1.0 if fastest is None else batch.plain_seconds / (batch.size * fastest.seconds_per_token)
+
+    def residency_rule(self) -> ResidencyRule:
+        return Regret()
 
     def _catch_up_pays(self, view: BatchView, cost: ProfiledCost, drafting: BoolArray, late: BoolArray) -> bool:
         """Whether the `late` requests save more seconds, together and until they end, than their catch-up takes."""

@@ -10,6 +10,7 @@ import torch
 
 from faser.engine.engine import Executor
 from faser.engine.prompt_pace import Pacing
+from faser.engine.residency import DraftMemory
 from faser.errors import ConfigError
 from faser.limits import Limits
 from faser.machine import DEVICES
@@ -70,6 +71,12 @@ class Profiling:
     has_lanes: bool = True  # drafting can run beside a verification in less than the sum of both
 
 
+class DeviceExecutor(Executor, Protocol):
+    """`draft_memory` is None where the draft cannot leave the device."""
+
+    draft_memory: DraftMemory | None
+
+
 class Device(Protocol):
     """Memory and kernels of one kind of hardware."""
 
@@ -79,6 +86,10 @@ class Device(Protocol):
     pacing: Pacing  # seconds of a step, and prompt rows of the first steps
     profiling: Profiling
     speeds: Speeds
+
+    @property
+    def offloads(self) -> bool:
+        """Whether `offload=auto` lets a draft leave the device."""
 
     @property
     def exit_depths(self) -> tuple[float, ...]:
@@ -101,7 +112,7 @@ class Device(Protocol):
     def default_kv_memory(self) -> int | None:
         """Bytes of KV pages if the user did not choose; None: what the models leave free."""
 
-    def make_executor(self, parts: Parts) -> tuple[Executor, int]:
+    def make_executor(self, parts: Parts) -> tuple[DeviceExecutor, int]:
         """An executor, and the number of KV pages of each model."""
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from faser.errors import ConfigError
@@ -61,14 +60,9 @@ def require_room(asked: int | None, room: int) -> None:
         )
 
 
-def make_pages(config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """[num_layers, num_pages, page_size, 2 * num_kv_heads, head_dim] on the CPU.
+def pages_over(memory: torch.Tensor, config: ModelConfig, page_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """[num_layers, pages, page_size, 2 * num_kv_heads, head_dim] over a block of bytes.
 
-    Zeros, which take physical memory on first touch. Garbage would not do: a masked NaN is still a NaN.
+    The bytes must be zero: garbage would not do, for a masked NaN is still a NaN.
     """
-    num_bytes = num_pages * bytes_per_page(config, page_size, dtype)
-    try:
-        memory = torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8))
-    except MemoryError as error:
-        raise ConfigError(f"no memory for a KV cache of {num_bytes / GIB:.2f} GiB; lower kv_memory") from error
-    return memory.view(dtype).view(config.num_layers, num_pages, page_size, 2 * config.num_kv_heads, config.head_dim)
+    return memory.view(dtype).view(config.num_layers, -1, page_size, 2 * config.num_kv_heads, config.head_dim)

@@ -146,7 +146,13 @@ class Api:
 
     async def health(self, _: Request) -> Response:
         state = self.service.state
-        body = {"status": state, "engine_restarts": self._engine.num_restarts, "error": self._engine.failure}
+        snapshot = self._figures.latest
+        body = {
+            "status": state,
+            "engine_restarts": self._engine.num_restarts,
+            "error": self._engine.failure,
+            "draft_failure": snapshot.draft_failure if snapshot is not None else None,
+        }
         return _json(body, 200 if state == State.READY else 503)
 
     async def metrics(self, _: Request) -> Response:

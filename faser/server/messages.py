@@ -100,6 +100,17 @@ class Exits(msgspec.Struct, frozen=True, array_like=True):
     measured_seconds: float  # saved, by the clock against the profile of all rows
 
 
+class DraftResidency(msgspec.Struct, frozen=True, array_like=True):
+    """Whether the draft is on the device, and totals of its moves since the engine started."""
+
+    is_resident: bool
+    away_seconds: float
+    moves: int
+    pages_gained: int  # of the target's pages, those in the draft's memory
+    last_move_seconds: float
+    failure: str | None  # why the draft could not come back; None: nothing failed, or it is back
+
+
 class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     """Totals of the engine since it started, and figures of its latest step. Times are of the monotonic clock."""
 
@@ -120,6 +131,7 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     draft_seconds: float
     verify_seconds: float
     pages_held: int
+    num_pages: int  # of the target now: more while the draft is away
     draft_pages_held: int | None  # None: no draft model
     lengths: list[int]
     verified_per_position: list[int]
@@ -132,6 +144,31 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     chunks: int = 0  # times that a request drafted while its frontier was verified
     hits: int = 0  # of chunks, those whose drafts became the next frontier
     lanes: int = 1  # parts of the device's SMs that the last step ran on
+    residency: DraftResidency | None = None  # None: the draft never leaves
+
+    @property
+    def kv_used(self) -> float:
+        """Share of the target's pages in use. Pages that are being vacated may lie beyond the end of the pool."""
+        return min(1.0, self.pages_held / self.num_pages)
+
+    @property
+    def draft_kv_used(self) -> float | None:
+        """The same of the draft, whose pool is as large as the target's while the draft is resident."""
+        return self.draft_pages_held / self._base_pages if self.draft_pages_held is not None else None
+
+    @property
+    def kv_gained(self) -> float | None:
+        """Share by which the target's pool is larger because the draft is away; None while the draft is resident."""
+        away = self.residency if self.residency is not None and not self.residency.is_resident else None
+        return away.pages_gained / self._base_pages if away is not None else None
+
+    @property
+    def draft_failure(self) -> str | None:
+        return self.residency.failure if self.residency is not None else None
+
+    @property
+    def _base_pages(self) -> int:
+        return self.num_pages - (self.residency.pages_gained if self.residency is not None else 0)
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):

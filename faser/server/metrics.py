@@ -18,9 +18,10 @@ from prometheus_client.core import (
 from faser.request import FinishReason
 from faser.server.engine_client import EngineClient
 from faser.server.figures import Figures, Histogram
-from faser.server.messages import Exits, Snapshot
+from faser.server.messages import DraftResidency, Exits, Snapshot
 
 NO_EXITS = Exits({}, 0, 0, 0, 0.0, 0.0)
+NO_MOVES = DraftResidency(True, 0.0, 0, 0, 0.0, None)
 
 
 class PrometheusText:
@@ -76,14 +77,17 @@ class PrometheusText:
         yield _counter("faser:engine_restarts", "Times that the engine was restarted", self._engine.num_restarts, model)
 
     def _of_engine(self, now: Snapshot, model: str) -> Iterator[Metric]:
-        about, exits = self._engine.about, now.exits or NO_EXITS
-        num_pages = about.num_pages if about is not None else 1
+        exits, residency = now.exits or NO_EXITS, now.residency or NO_MOVES
         for name, help_, value in (
-            ("vllm:kv_cache_usage_perc", "Share of the target's KV pages in use, 0 to 1", now.pages_held / num_pages),
-            ("faser:draft_kv_cache_usage", "Share of the draft's KV pages in use, 0 to 1",
-             (now.draft_pages_held or 0) / num_pages),
+            ("vllm:kv_cache_usage_perc", "Share of the target's KV pages in use, 0 to 1", now.kv_used),
+            ("faser:kv_pages", "KV pages of the target; more while the draft is away", now.num_pages),
+            ("faser:draft_kv_cache_usage", "Share of the draft's KV pages in use, 0 to 1", now.draft_kv_used or 0.0),
             ("faser:draft_resident", "Whether a draft model's weights are on the device",
-             now.draft_pages_held is not None),
+             now.draft_pages_held is not None and residency.is_resident),
+            ("faser:draft_pages_gained", "Of kv_pages, those in the memory of a draft that is away",
+             residency.pages_gained),
+            ("faser:draft_last_move_seconds", "Seconds of the latest move of the draft out of the device or back",
+             residency.last_move_seconds),
             ("faser:early_exit_predicted_seconds", "Seconds that early exits saved, by the profile",
              exits.predicted_seconds),
             ("faser:early_exit_measured_seconds", "Seconds that early exits saved, by the clock against the profile",
@@ -112,6 +116,9 @@ class PrometheusText:
              exits.trials),
             ("faser:speculation_off_seconds", "Seconds of steps in which requests decoded and none drafted",
              now.off_seconds),
+            ("faser:draft_away_seconds", "Seconds in which the draft was away from the device",
+             residency.away_seconds),
+            ("faser:draft_moves", "Times that the draft left the device or came back", residency.moves),
             ("faser:steps", "Steps", now.steps),
             ("faser:step_failures", "Steps that failed", now.step_failures),
             ("faser:step_seconds", "Seconds in steps", now.step_seconds),

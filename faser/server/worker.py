@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
+from typing import TypeVar
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from faser.request import Finish, FinishReason, Progress, Request
 from faser.server.messages import (
     About,
     Add,
+    DraftResidency,
     Exits,
     Failed,
     Frames,
@@ -47,6 +49,8 @@ SNAPSHOT_SECONDS = 0.1
 REST_SECONDS = 1.0  # without requests, before the scheduler's state is checked
 MAX_STEP_FAILURES = 3  # in a row; then the engine ends
 _READ_BYTES = 1 << 20
+
+_Totals = TypeVar("_Totals", Exits, DraftResidency)
 
 
 @dataclass(frozen=True)
@@ -83,15 +87,17 @@ class Worker:
         idle time to measure its profile.
         """
         checked, improves = False, True
-        self._send([])
+        self._send([], is_last=True)
         while self._open:
             if self._engine.has_work:
                 self._receive(0)
-                self._send(self._step())
+                progress = self._step()
+                self._send(progress, is_last=not self._engine.has_work)
                 checked, improves = False, True
             elif not self._receive(REST_SECONDS if not checked else 0 if improves else None):
                 if checked:
                     improves = self._improve()
+                    self._send([], is_last=not improves)
                 else:
                     self._engine.scheduler.check()
                     checked = True
@@ -120,7 +126,7 @@ class Worker:
         reason = f"a step of the engine failed ({type(error).__name__})"
         ended = [_with_error(item, reason) for item in self._engine.abandon(FinishReason.FAILED)]
         if self._failed_in_a_row >= MAX_STEP_FAILURES:
-            self._send(ended)
+            self._send(ended, is_last=True)
             raise FaserError(f"{self._failed_in_a_row} steps failed in a row; the last: {error}") from error
         return ended
 
@@ -154,10 +160,10 @@ class Worker:
         request = Request(id=message.id, prompt_token_ids=prompt, params=params, seed=message.seed, stop_ids=stop_ids)
         self._engine.add(request, checker)
 
-    def _send(self, progress: list[Progress]) -> None:
-        """Send progress, and a snapshot ten times a second and whenever the engine becomes idle."""
+    def _send(self, progress: list[Progress], is_last: bool) -> None:
+        """Send progress, and a snapshot ten times a second. `is_last`: nothing may follow for a while."""
         now = self._clock()
-        due = now - self._last_snapshot >= SNAPSHOT_SECONDS or not self._engine.has_work
+        due = now - self._last_snapshot >= SNAPSHOT_SECONDS or is_last
         if progress or due:
             snapshot = take_snapshot(self._engine, now, self._step_failures) if due else None
             self._last_snapshot = now if due else self._last_snapshot
@@ -184,11 +190,12 @@ def _with_error(item: Progress, reason: str) -> Progress:
 
 
 def take_snapshot(engine: Engine, now: float, step_failures: int = 0) -> Snapshot:
-    """The fields that EngineStats and ExitStats have too are copied by name."""
+    """The fields that EngineStats, ExitStats and ResidencyStats have too are copied by name."""
     stats, scheduler, last = engine.stats, engine.scheduler, engine.stats.last
     totals = {name: getattr(stats, name) for name in Snapshot.__struct_fields__ if hasattr(stats, name)}
     totals |= {name: value.tolist() for name, value in totals.items() if isinstance(value, np.ndarray)}
     exits = engine.exits.stats if engine.exits is not None else None
+    residency = engine.residency.stats if engine.residency is not None else None
     return Snapshot(
         **totals,
         time=now,
@@ -197,13 +204,19 @@ def take_snapshot(engine: Engine, now: float, step_failures: int = 0) -> Snapsho
         prefix_hits=scheduler.prefixes.num_hits,
         step_failures=step_failures,
         pages_held=scheduler.target_pages.num_held,
+        num_pages=scheduler.target_pages.num_pages,
         draft_pages_held=scheduler.draft_pages.num_held if scheduler.draft_pages is not None else None,
         last_decoding=last.num_decoding if last is not None else 0,
         last_drafting=last.num_drafting if last is not None else 0,
         last_drafted=last.drafted if last is not None else 0,
         speculating_changed=last.speculating_changed if last is not None else None,
-        exits=Exits(*(getattr(exits, name) for name in Exits.__struct_fields__)) if exits is not None else None,
+        exits=_copied(Exits, exits) if exits is not None else None,
+        residency=_copied(DraftResidency, residency) if residency is not None else None,
     )
+
+
+def _copied(kind: type[_Totals], stats: object) -> _Totals:
+    return kind(*(getattr(stats, name) for name in kind.__struct_fields__))
 
 
 def main() -> int:

@@ -112,7 +112,7 @@ class _Cluster:
         for index in sorted(self._idle):
             replica = self._replicas[index]
             if replica.engine.has_work:
-                replica.time.reach(self._now)
+                replica.idle_until(self._now)
                 progress = replica.engine.step()
                 heapq.heappush(self._steps, (replica.time.now(), index, progress))
                 self._idle.discard(index)

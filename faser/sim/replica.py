@@ -18,18 +18,21 @@ from faser.engine.engine import Engine
 from faser.engine.pages import PagePool
 from faser.engine.prompt_pace import GPU, StepPace
 from faser.engine.reporter import Reporter
+from faser.engine.residency import Place, Residency
 from faser.engine.scheduler import Scheduler
 from faser.errors import ConfigError, RequestTooLong
 from faser.limits import Limits
 from faser.policy import make_policy
 from faser.policy.overlap import Overlap
 from faser.request import Progress
+from faser.sim.draft_memory import SimDraftMemory
 from faser.sim.executor import Noise, SimExecutor, VirtualTime, Watch, no_noise
 from faser.sim.oracle import Oracle
 from faser.step import StepPlan, StepResult, StepSeconds
 
 PROFILES = Path(__file__).parent / "profiles"
 NOBODY = ""  # no request has this id
+IDLE_SECONDS = 0.05  # between two looks at the draft's place while there are no requests
 
 
 def load_profile(name: str) -> Profile:
@@ -57,6 +60,7 @@ class Machine:
     runs_ahead: bool = True  # the next step is planned while one runs
     noise: float = 0.0  # relative standard deviation of a step's seconds
     overlap: str = "off"  # drafting beside verification, if the profile has measured it
+    offload: str = "off"  # auto: the draft's memory holds KV pages while they are short, if the profile has its sizes
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_batch_tokens", "max_model_len", "kv_tokens", "page_size"):
@@ -72,6 +76,8 @@ class Machine:
             raise ConfigError(f"--max-step-ms {self.max_step_ms:g}: expected milliseconds above 0, or 0 for no bound")
         if not 0 <= self.noise < 1:
             raise ConfigError(f"--noise {self.noise:g}: expected a share, from 0 to below 1")
+        if self.offload not in ("auto", "off"):
+            raise ConfigError(f"--offload {self.offload}: expected auto or off")
 
     @property
     def limits(self) -> Limits:
@@ -79,9 +85,22 @@ class Machine:
 
     @property
     def num_pages(self) -> int:
-        """Pages of each pool."""
-        most = self.max_running * -(-self.max_model_len // self.page_size)
+        """Pages of each pool while the draft is resident."""
+        most = self._most_pages
         return most if self.kv_tokens is None else min(most, max(1, self.kv_tokens // self.page_size))
+
+    @property
+    def _most_pages(self) -> int:
+        """More than these no requests can hold."""
+        return self.max_running * -(-self.max_model_len // self.page_size)
+
+    @property
+    def pages_gained(self) -> int:
+        """Pages of the target that the draft's memory can hold; 0 where it does not leave."""
+        residency = self.profile.residency
+        if self.offload == "off" or residency is None:
+            return 0
+        return min(residency.pages_gained(self.num_pages, self.page_size), self._most_pages - self.num_pages)
 
     def check_size(self, num_prompt: int, num_output: int) -> None:
         """Raises RequestTooLong for a request that can never be served, like the scheduler."""
@@ -96,6 +115,14 @@ class Replica:
 
     engine: Engine
     time: VirtualTime
+
+    def idle_until(self, seconds: float) -> None:
+        """Time without requests, in which the draft may come back."""
+        residency = self.engine.residency
+        while residency is not None and residency.place is not Place.RESIDENT and self.time.now() < seconds:
+            residency.advance()
+            self.time.reach(min(seconds, self.time.now() + IDLE_SECONDS))
+        self.time.reach(seconds)
 
 
 class _SilentCost(ProfiledCost):
@@ -139,6 +166,8 @@ def make_replica(machine: Machine, policy: str, oracle: Oracle, seed: int = 0, w
         noise=Noise(machine.noise, seed) if machine.noise else no_noise,
         watch=watch,
     )
+    speculates = chosen.max_length > 0
+    gained = machine.pages_gained if speculates else 0
     pool = partial(
         PagePool, machine.num_pages, machine.page_size, machine.max_running, machine.max_model_len, caching=False
     )
@@ -146,13 +175,16 @@ def make_replica(machine: Machine, policy: str, oracle: Oracle, seed: int = 0, w
     scheduler = Scheduler(
         limits,
         chosen,
+        pool(most_pages=machine.num_pages + gained),
         pool(),
-        pool(),
-        speculates=chosen.max_length > 0,
+        speculates=speculates,
         prefix_caching=False,
         cost=cost if chosen.needs_cost else None,
         overlap=None if machine.overlap == "off" else Overlap(machine.overlap),
         pace=StepPace(machine.max_step_ms / 1e3, pacing) if machine.max_step_ms else None,
         reporter=_QuietReporter,
     )
-    return Replica(Engine(scheduler, executor, time.now, cost), time)
+    residency = None
+    if gained and machine.profile.residency is not None:
+        residency = Residency(scheduler, SimDraftMemory(machine.profile.residency, gained, time), time.now)
+    return Replica(Engine(scheduler, executor, time.now, cost, residency=residency), time)

@@ -86,6 +86,7 @@ class Moment:
     accepted: int
     mean_length: float  # drafted tokens per request and step, 0 included
     speculating: float  # share of its steps in which any request drafted
+    away: float = 0.0  # share of its time in which the draft was away
 
 
 @dataclass(frozen=True)

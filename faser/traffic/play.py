@@ -25,6 +25,7 @@ NUM_MOMENTS = 200  # per run, about, if its length is known from its arrivals
 LEAST_SLICE = 0.1  # seconds of a moment
 CLOSED_SLICE = 0.5  # seconds of a moment in a closed loop, whose length is not known
 LONGEST_SLEEP = 0.05  # seconds, so that an interrupt is noticed soon
+MOVE_SLEEP = 0.002  # seconds, while the draft is away or moves
 WARM_TOKENS = 16  # output of a request in a warm-up
 
 Update = Callable[[int], None]  # called with the number of requests that have ended, lost ones included
@@ -224,10 +225,14 @@ class _Play:
         self._ledger.receive(progress, self._now())
 
     def _wait(self) -> float:
-        """Sleep until the next request is due, LONGEST_SLEEP at most; returns the seconds slept."""
-        started = self._now()
+        """Sleep until the next request is due, LONGEST_SLEEP at most; returns the seconds slept.
+
+        The draft may come back meanwhile. Other work of idle moments is left: it would disturb the measurement.
+        """
+        started, residency = self._now(), self._engine.residency
+        longest = MOVE_SLEEP if residency is not None and residency.advance() else LONGEST_SLEEP
         if self._next < len(self._workload.items):
-            self._clock.sleep(min(LONGEST_SLEEP, max(0.0, self._workload.items[self._next].arrival - started)))
+            self._clock.sleep(min(longest, max(0.0, self._workload.items[self._next].arrival - started)))
         return self._now() - started
 
     def _result(self, system: str, idle: float, partial: bool) -> Run:
@@ -276,9 +281,16 @@ class _Timeline:
         self._begin(0.0)
 
     def _begin(self, time: float) -> None:
-        self._until = time + self._width
+        self._began, self._until = time, time + self._width
         self._before = copy(self._engine.stats)
+        self._away_before = self._away_seconds
         self._num_decoding_steps = self._num_drafting_steps = 0
+
+    @property
+    def _away_seconds(self) -> float:
+        """So far, of the draft."""
+        residency = self._engine.residency
+        return residency.stats.away_seconds if residency is not None else 0.0
 
     def stepped(self) -> None:
         last = self._engine.stats.last
@@ -301,6 +313,7 @@ class _Timeline:
     def _moment(self, now: float) -> Moment:
         before, after, scheduler = self._before, self._engine.stats, self._engine.scheduler
         lengths = gained(before.lengths, after.lengths)
+        away = self._away_seconds - self._away_before
         return Moment(
             time=now,
             running=scheduler.num_running,
@@ -310,4 +323,5 @@ class _Timeline:
             accepted=after.accepted - before.accepted,
             mean_length=sum(k * count for k, count in enumerate(lengths)) / max(1, sum(lengths)),
             speculating=self._num_drafting_steps / max(1, self._num_decoding_steps),
+            away=min(1.0, away / (now - self._began)) if away else 0.0,
         )

@@ -195,8 +195,8 @@ def _stretched(rows: Sequence[TraceRow], factor: float) -> list[TraceRow]:
 # ── synthetic arrivals ───────────────────────────────────────────────────────────────────────────────────────────────
 
 _EXPECTED_ARRIVALS = (
-    "poisson:RATE, gamma:RATE:SHAPE (below 1 in bursts, above 1 even), square:LOW:HIGH:PERIOD or ramp:LOW:HIGH, with "
-    "rates per second"
+    "poisson:RATE, gamma:RATE:SHAPE (below 1 in bursts, above 1 even), square:LOW:HIGH:PERIOD, ramp:LOW:HIGH or "
+    "steps:RATE:RATE:… (equal parts of the time), with rates per second"
 )
 _GRID = 10_000  # intervals at whose ends the expected number of arrivals is known
 
@@ -262,9 +262,18 @@ def _ramp(low: float, high: float) -> Arrivals:
     return Arrivals(lambda times, duration: low + (high - low) * times / duration)
 
 
+def _steps(*rates: float) -> Arrivals:
+    """Each rate for an equal part of the duration."""
+    if not sum(rates):
+        raise ValueError
+    known = np.array(rates)
+    return Arrivals(lambda times, duration: known[(times / duration * known.size).astype(np.int64)])
+
+
 _MAKERS: dict[str, Callable[..., Arrivals]] = {
     "poisson": partial(_gamma, shape=1.0),
     "gamma": _gamma,
     "square": _square,
     "ramp": _ramp,
+    "steps": _steps,
 }

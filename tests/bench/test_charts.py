@@ -99,7 +99,7 @@ DRAWINGS = {
     ),
     "timeline": lambda size: charts.timeline(
         "t", [0.0, 1.0, 2.0, 3.0], [Panel(Axis("y", str), (Trace("a", Look("blue"), (1.0, None, 3.0), True),))],
-        Trace("on", Look("blue"), (0.0, 1.0, None)), size,
+        Trace("on", Look("blue"), (0.0, 1.0, None)), Trace("away", Look("red"), (0.0, 1.0, 0.5)), size,
     ),
 }  # fmt: skip
 
@@ -132,10 +132,26 @@ def test_far_values_turn_a_wide_axis_logarithmic_and_say_so() -> None:
 
 def test_a_step_holds_from_the_time_before_to_its_own() -> None:
     trace = Trace("a", Look("blue"), (1.0, 1.0, 0.0))
-    chart = charts.timeline("t", [0.0, 1.0, 2.0, 4.0], [Panel(Axis("y", str), (trace,))], trace, Size(500))
+    chart = charts.timeline("t", [0.0, 1.0, 2.0, 4.0], [Panel(Axis("y", str), (trace,))], trace, None, Size(500))
     (stroke,) = (a["d"] or "" for tag, a in reading(str(chart)).tags if tag == "path" and a.get("class") == "stroke")
     start, middle, end = (float(x) for x in re.findall(r"(?:M|H)([\d.]+)", stroke))
     assert (middle - start) == pytest.approx((end - start) / 2, abs=0.1)
+
+
+def test_a_band_lies_behind_every_panel_where_its_share_is_above_zero() -> None:
+    trace = Trace("a", Look("blue"), (1.0, 1.0, 0.0, 0.0))
+    band = Trace("away", Look("red"), (0.0, 1.0, 1.0, 0.5))
+    panel = Panel(Axis("y", str), (trace,))
+    chart = charts.timeline("t", [0.0, 1.0, 2.0, 4.0, 5.0], [panel, panel], trace, band, Size(500))
+    found = [a for tag, a in reading(str(chart)).tags if tag == "rect" and a.get("fill") == "var(--red)"]
+    *shaded, swatch = [(float(a["width"] or 0), float(a.get("fill-opacity") or 1)) for a in found]
+    assert len(shaded) == 4, "two stretches in each of two panels"
+    (long, dark), (short, pale) = shaded[:2]
+    assert shaded[2:] == shaded[:2]
+    assert long == pytest.approx(3 * short, abs=0.2)
+    assert dark == 2 * pale == charts.BAND_OPACITY
+    assert swatch == (10, 1)
+    assert "away" in reading(str(chart)).text
 
 
 def test_words_in_a_chart_are_escaped() -> None:

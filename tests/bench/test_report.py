@@ -8,6 +8,7 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -401,6 +402,38 @@ def test_a_long_time_line_is_put_together_without_losing_tokens() -> None:
     assert sum(moment.emitted for moment in merged) == sum(moment.emitted for moment in moments)
     assert merged[-1].time == moments[-1].time
     assert all(moment.mean_length == pytest.approx(2.0) for moment in merged)
+
+
+def moved(away: Sequence[float]) -> RunDocument:
+    """A run whose draft was away for these shares of its slices."""
+    given = run("faser", 1.0, 0, "faser", 1.0)
+    return replace(given, moments=tuple(replace(m, away=a) for m, a in zip(given.moments, away, strict=True)))
+
+
+def test_the_time_line_has_a_band_where_the_draft_was_away() -> None:
+    html = page_of(document([moved([0.0] * 20 + [1.0] * 15 + [0.0] * 25)]))
+    assert "draft offloaded" in words(html)
+    (told,) = set(re.findall(r'data-moments="([^"]+)"', html))
+    traces = dict(json.loads(unescape(told))["traces"])
+    assert traces["draft offloaded"] == [0.0] * 20 + [1.0] * 15 + [0.0] * 25
+    still = page_of(document([moved([0.0] * 60)]))
+    assert "draft offloaded" not in words(still)
+
+
+def test_a_merged_time_line_keeps_the_share_of_the_time_away() -> None:
+    moments = [Moment(0.1 * (i + 1), 1, 0, 1, 0, 0, 0.0, 0.0, away=float(i >= 360)) for i in range(720)]
+    shares = [moment.away for moment in drawings.slices(moments)]
+    assert shares == [0.0] * 90 + [1.0] * 90
+
+
+def test_documents_from_before_drafts_moved_can_be_read() -> None:
+    given = full((1.0,), 1).to_dict()
+    for each in given["runs"]:
+        for moment in each["moments"]:
+            del moment["away"]
+    read = Document.from_dict(given)
+    assert {moment.away for each in read.runs for moment in each.moments} == {0.0}
+    assert "draft offloaded" not in words(page_of(read))
 
 
 def test_a_short_time_line_is_left_as_it_is() -> None:

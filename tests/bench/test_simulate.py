@@ -159,6 +159,7 @@ def test_neither_torch_nor_a_tokenizer_is_needed():
         (["--page-size", "-1"], "--page-size -1: expected"),
         (["--noise", "2"], "--noise 2: expected a share"),
         (["--replicas", "100", "--concurrency", "8"], "step by step, with 16 --replicas at most"),
+        (["--replicas", "17", "--offload", "auto"], "--offload is simulated step by step"),
         (["--against", "http://localhost:1"], "no server plays in simulated time"),
         (["--repeats", "0"], "--repeats 0"),
         (["--slo", "fast"], "expected seconds by name"),
@@ -201,3 +202,15 @@ def test_a_shipped_profile_says_how_many_tokens_the_gpu_holds(path):
     about = load_profile(path.stem).about
     assert about["kv_tokens"] > 100_000
     assert {"device", "model", "draft"} <= about.keys()
+
+
+def test_offload_is_asked_for_and_told(capsys):
+    given = ["--arrivals", "poisson:60", "--duration", "3", "--output-len", "100", "--policies", "off,nightjar"]
+    _, without, _ = simulate(capsys, *given, "--kv-tokens", "4000")
+    _, document, _ = simulate(capsys, *given, "--kv-tokens", "4000", "--offload", "auto")
+    assert (without["about"]["offload"], document["about"]["offload"]) == ("off", "auto")
+    assert not any("draft_moves" in run["about"] for run in without["runs"])
+    off, nightjar = document["runs"]
+    assert "draft_moves" not in off["about"], "it has no draft to move"
+    assert nightjar["about"]["draft_moves"] > 0
+    assert nightjar["about"]["draft_away_s"] > 0

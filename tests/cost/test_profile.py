@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from faser.cost.profile import VERSION, Profile
+from faser.cost.residency import ResidencyProfile
 from faser.errors import ConfigError
 from tests.cost.machine import GPU
 
@@ -29,6 +30,22 @@ def test_overlap_profiles_are_saved_and_may_be_missing():
     assert found.await_seconds == GPU.await_seconds
     older = Profile.from_dict({key: value for key, value in given.items() if key not in ("besides", "await_seconds")})
     assert older == replace(GPU, besides=(), await_seconds=0.0)
+
+
+def test_the_residency_of_a_profile_is_saved_and_may_be_missing():
+    moves = ResidencyProfile(2_470_000_000, 131_072, 32_768, lend_seconds=0.015, load_seconds=0.05)
+    profile = replace(GPU, residency=moves)
+    given = json.loads(json.dumps(profile.to_dict()))
+    assert Profile.from_dict(given) == profile
+    assert Profile.from_dict({key: value for key, value in given.items() if key != "residency"}) == GPU
+    with pytest.raises(ConfigError, match="weight_bytes"):
+        Profile.from_dict({**given, "residency": {}})
+
+
+def test_the_drafts_memory_holds_whole_pages():
+    moves = ResidencyProfile(1000, target_token_bytes=4, draft_token_bytes=1, lend_seconds=0.0, load_seconds=0.0)
+    assert moves.pages_gained(num_pages=100, page_size=16) == (1000 + 1600) // 64
+    assert moves.pages_gained(num_pages=0, page_size=16) == 15
 
 
 def test_accuracy_is_one_line():

@@ -147,13 +147,89 @@ def test_page_names_are_equal_exactly_when_all_tokens_so_far_are(first, second):
         assert (a == b) == (first[:end] == second[:end])
 
 
+def test_new_pages_are_given_out_last_and_dropped_first():
+    pool = PagePool(4, SIZE, SLOTS, MOST, most_pages=6)
+    assert not pool.reserve(one(0), one(5 * SIZE))
+    pool.grow(6)
+    assert pool.reserve(one(0), one(4 * SIZE))
+    assert sorted(pool.table[0, :4]) == [0, 1, 2, 3]
+    assert pool.reserve(one(1), one(2 * SIZE))
+    pool.shrink(4)
+    assert (pool.num_beyond, pool.num_held, pool.num_available) == (2, 6, 0)
+    pool.release(1)
+    assert (pool.num_beyond, pool.num_held, pool.num_available) == (0, 4, 0)
+    pool.check()
+
+
+def test_a_page_moves_below_the_end_with_its_name_and_for_all_its_holders():
+    pool = PagePool(2, SIZE, SLOTS, MOST, most_pages=5)
+    pool.grow(5)
+    tokens = [0] * SIZE
+    assert pool.reserve(one(0), one(2 * SIZE))
+    assert pool.reserve(one(1), one(SIZE))
+    pool.publish(1, 0, names_of(tokens)[0])
+    assert pool.match(2, names_of(tokens)) == 1
+    pool.take_writes()
+    pool.shrink(2)
+    assert pool.vacate(0) is None, "there is no room"
+    pool.release(0)
+    assert pool.vacate(2) is None, "it would leave fewer pages than are to be kept"
+    moves = pool.vacate(1)
+    page = int(pool.table[1, 0])
+    assert (moves.sources.tolist(), moves.destinations.tolist()) == ([2], [page])
+    assert page == pool.table[2, 0] < 2
+    writes = pool.take_writes()
+    assert sorted(zip(writes.slots.tolist(), writes.pages.tolist(), strict=True)) == [(1, page), (2, page)]
+    assert pool.find(names_of(tokens)) == (1, 0)
+    pool.check()
+
+
+def test_a_pool_may_grow_again_before_it_is_vacated():
+    pool = PagePool(2, SIZE, SLOTS, MOST, most_pages=5)
+    pool.grow(5)
+    assert pool.reserve(one(0), one(3 * SIZE))
+    pool.shrink(2)
+    pool.grow(5)
+    assert (pool.num_beyond, pool.num_held, pool.num_available) == (0, 3, 2)
+    pool.check()
+
+
+def test_what_a_page_holds_can_be_forgotten():
+    pool = make_pool()
+    name = names_of([0] * SIZE)[0]
+    pool.reserve(one(0), one(SIZE))
+    pool.publish(0, 0, name)
+    pool.release(0)
+    assert pool.find([name]) == (1, 1)
+    pool.forget(np.arange(PAGES))
+    assert pool.find([name]) == (0, 0)
+    pool.check()
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Any sequence of calls keeps the books; a table never loses or changes what it holds."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = make_pool()
+        self.pool = PagePool(PAGES, SIZE, SLOTS, MOST, most_pages=2 * PAGES)
         self.tokens: dict[int, list[int]] = {}  # by slot: what its pages are meant to hold
+
+    @rule(num_pages=st.integers(PAGES, 2 * PAGES))
+    def resize(self, num_pages: int) -> None:
+        if num_pages >= self.pool.num_pages:
+            self.pool.grow(num_pages)
+        else:
+            self.pool.shrink(num_pages)
+
+    @rule(num_kept=st.integers(0, 3))
+    def vacate(self, num_kept: int) -> None:
+        available, beyond = self.pool.num_available, self.pool.num_beyond
+        moves = self.pool.vacate(num_kept)
+        if moves is None:
+            assert not beyond or beyond + num_kept > available
+        else:
+            assert not self.pool.num_beyond
+            assert self.pool.num_available >= num_kept
 
     @rule(slot=st.integers(0, SLOTS - 1), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=MOST))
     def start(self, slot: int, tokens: list[int]) -> None:
@@ -204,7 +280,7 @@ class PoolMachine(RuleBasedStateMachine):
         for slot in list(self.tokens):
             self.pool.release(slot)
         self.pool.check()
-        assert self.pool.num_available == PAGES
+        assert self.pool.num_available == self.pool.num_pages
 
 
 TestPoolMachine = PoolMachine.TestCase

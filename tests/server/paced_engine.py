@@ -15,6 +15,7 @@ import numpy as np
 from faser.config import EngineOptions
 from faser.engine.engine import Engine
 from faser.engine.pages import PagePool
+from faser.engine.residency import ResidencyStats
 from faser.engine.scheduler import Scheduler
 from faser.limits import Limits
 from faser.policy import Fixed
@@ -40,6 +41,26 @@ class PacedExecutor:
         return StepResult(none, none, none, FIRST_TEXT_ID + plan.num_tokens[plan.samples] % 20)
 
     def close(self) -> None: ...
+
+
+class StubResidency:
+    """Tells what the test sets, and moves nothing."""
+
+    RESIDENT = ResidencyStats(True, 0.0, 0, 64, 0, 0.0, None)
+    STRANDED = ResidencyStats(False, 7.5, 1, 64, 0, 0.02, "it could not be loaded (out of memory)")
+
+    def __init__(self, stats: ResidencyStats) -> None:
+        self.stats = stats
+
+    def advance(self) -> bool:
+        return False
+
+
+def make_stranded(start: Start) -> Served:
+    """The draft left and cannot be loaded again."""
+    served = make(start)
+    served.engine.residency = StubResidency(StubResidency.STRANDED)  # type: ignore[assignment]
+    return served
 
 
 def make(start: Start) -> Served:

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -184,20 +185,23 @@ def test_a_server_with_a_key_asks_for_it_and_the_tab_remembers_it(browser: Brows
 QUIET: dict[str, Any] = {
     "server": {
         "model": "<img src=x onerror=alert(1)>", "draft": None, "policy": "off", "device": "cpu", "dtype": "float32",
-        "version": "0", "uptime_seconds": 1.0, "state": "starting", "max_running": 4, "kv_tokens": 64,
+        "version": "0", "uptime_seconds": 1.0, "state": "starting", "max_running": 4,
     },
     "now": {
-        "running": 0, "waiting": 0, "output_rate": 0.0, "kv_used": 0.0, "draft_kv_used": None, "speculation": "idle",
-        "speculating": False, "ttft_p50": None, "ttft_p99": None, "tpot_p50": None, "tpot_p99": None, "step_ms": None,
-        "predicted_ms": None, "prefix_hit_rate": None,
+        "running": 0, "waiting": 0, "output_rate": 0.0, "kv_used": 0.0, "kv_tokens": 64, "kv_gained": None,
+        "draft_kv_used": None, "speculation": "idle", "speculating": False, "ttft_p50": None, "ttft_p99": None,
+        "tpot_p50": None, "tpot_p99": None, "step_ms": None, "predicted_ms": None, "prefix_hit_rate": None,
     },
     "history": {
-        "time": [], "output_rate": [], "running": [], "waiting": [], "kv_used": [], "step_ms": [], "predicted_ms": [],
-        "accepted_rate": [], "mean_length": [],
+        "time": [], "output_rate": [], "running": [], "waiting": [], "kv_used": [], "kv_gained": [], "step_ms": [],
+        "predicted_ms": [], "accepted_rate": [], "mean_length": [],
     },
     "lengths": [],
     "positions": {"verified": [], "accepted": []},
     "drafted": {span: {"accepted": 0, "rejected": 0, "pruned": 0} for span in ("minute", "total")},
+    "exits": "",
+    "residency": "",
+    "draft_failure": "",
     "requests": dict.fromkeys(("finished", "stop", "length", "cancelled", "failed", "refused"), 0),
 }  # fmt: skip
 
@@ -222,6 +226,51 @@ def test_the_axis_of_step_times_has_a_unit_that_fits(page: Page, milliseconds: f
     assert not [text for text in found if text.endswith("k")]
 
 
+def _answer(page: Page, history: dict[str, list[Any]], now: dict[str, Any] | None = None, **more: Any) -> None:
+    """Let the server answer with a draft and this history, for the page's next question."""
+    server = {**QUIET["server"], "draft": "small", "state": "draining"}
+    shown = {name: [0.0] * len(history["time"]) for name in QUIET["history"]} | history
+    answer = {**QUIET, "server": server, "now": {**QUIET["now"], **(now or {})}, "history": shown, **more}
+    page.route("**/dashboard/data", lambda route: route.fulfill(json=answer))
+    page.wait_for_function("document.getElementById('state').textContent === 'draining'")
+
+
+def test_the_kv_chart_has_a_band_while_the_draft_is_away(page: Page) -> None:
+    times = [1000.0 + second for second in range(300)]
+    gained = [None] * 50 + [0.0, *[0.24] * 118, 0.0] + [None] * 130
+    note = "The draft is offloaded: its memory holds 24 more KV pages (+24 %)."
+    now = {"kv_used": 0.97, "kv_tokens": 19840, "kv_gained": 0.24}
+    _answer(page, {"time": times, "kv_used": [0.97] * 300, "kv_gained": gained}, now, residency=note)
+    assert page.text_content("#kv-chart .away-label") == "draft offloaded: +24% KV"
+    assert page.locator("#kv-chart rect.away").count() == 1
+    levels = page.locator("#kv-chart text").all_text_contents()
+    assert {"0%", "100%"} <= set(levels)
+    assert page.text_content("#kv-draft") == note
+    assert page.text_content("#draft") == "small (offloaded)"
+    assert "19,840 tokens" in (page.text_content("#kv-note") or "")
+    assert not page.is_visible("#draft-failure")
+    page.hover("#kv-chart")  # its middle, which the band covers
+    page.wait_for_selector("#tooltip:not([hidden])")
+    assert re.search(r"draft offloaded\s+\+24% KV", page.inner_text("#tooltip"))
+
+
+def test_bands_whose_labels_would_meet_have_one_label(page: Page) -> None:
+    times = [1000.0 + second for second in range(300)]
+    gained = [0.24 if second // 10 % 2 else None for second in range(300)]
+    _answer(page, {"time": times, "kv_gained": gained})
+    assert page.locator("#kv-chart rect.away").count() == 15
+    labels = [label.bounding_box() for label in page.locator("#kv-chart .away-label").all()]
+    assert 1 <= len(labels) < 15
+    assert all(left["x"] + left["width"] <= right["x"] for left, right in pairwise(labels) if left and right)
+
+
+def test_the_page_says_that_the_draft_could_not_come_back(page: Page) -> None:
+    text = "The draft is away: it could not be loaded (out of memory). Serving without speculation, trying again later."
+    _answer(page, {"time": [1000.0]}, draft_failure=text)
+    assert page.is_visible("#draft-failure")
+    assert text in (page.text_content("#draft-failure") or "")
+
+
 def test_a_model_name_is_text_whatever_it_contains(page: Page) -> None:
     page.route("**/dashboard/data", lambda route: route.fulfill(json=QUIET))
     page.wait_for_function("document.getElementById('state').textContent === 'starting'")
@@ -240,7 +289,8 @@ METRICS = [
     "vllm:spec_decode_num_accepted_tokens_per_pos_total", "faser:spec_decode_num_verified_tokens_total",
     "faser:spec_decode_num_pruned_tokens_total", "faser:draft_length_bucket", "faser:speculation_off_seconds_total",
     "faser:step_seconds_total", "faser:predicted_step_seconds_total", "faser:draft_resident",
-    "faser:requests_refused_total",
+    "faser:requests_refused_total", "faser:kv_pages", "faser:draft_pages_gained", "faser:draft_away_seconds_total",
+    "faser:draft_moves_total", "faser:draft_last_move_seconds",
 ]  # fmt: skip
 
 

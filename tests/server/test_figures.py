@@ -8,10 +8,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from faser.request import FinishReason
-from faser.server.dashboard import Dashboard, describe, describe_exits
+from faser.server.dashboard import Dashboard, describe, describe_exits, describe_failure, describe_residency
 from faser.server.engine_client import Stream, Track
 from faser.server.figures import Figures, Histogram
-from faser.server.messages import Exits, Snapshot
+from faser.server.messages import DraftResidency, Exits, Snapshot
 from faser.server.metrics import PrometheusText
 
 NOW = 1000.0
@@ -20,7 +20,13 @@ NOW = 1000.0
 def snapshot(**fields) -> Snapshot:
     plain = dict.fromkeys(Snapshot.__struct_fields__, 0)
     lists = {name: [] for name in ("lengths", "verified_per_position", "accepted_per_position")}
-    return Snapshot(**{**plain, **lists, "speculating_changed": NOW - 12, "exits": None, **fields})
+    absent = {"exits": None, "residency": None}
+    return Snapshot(**{**plain, **lists, **absent, "speculating_changed": NOW - 12, "num_pages": 10, **fields})
+
+
+def away(**fields) -> DraftResidency:
+    plain = {"is_resident": False, "away_seconds": 7.5, "moves": 3, "pages_gained": 4, "last_move_seconds": 0.02}
+    return DraftResidency(**{**plain, "failure": None, **fields})
 
 
 def about():
@@ -83,6 +89,9 @@ def test_metrics_carry_their_names_and_the_snapshot_s_numbers():
     assert plain["faser:spec_decode_num_pruned_tokens_total"] == 5
     assert plain["faser:speculation_off_seconds_total"] == 1.5
     assert plain["faser:draft_resident"] == 1
+    assert plain["faser:kv_pages"] == 10
+    assert plain["faser:draft_kv_cache_usage"] == 0.2
+    assert plain["faser:draft_moves_total"] == plain["faser:draft_away_seconds_total"] == 0
     positions = {
         labels["position"]: value for labels, value in found["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
     }
@@ -91,6 +100,32 @@ def test_metrics_carry_their_names_and_the_snapshot_s_numbers():
     assert (lengths["0.0"], lengths["1.0"], lengths["2.0"], lengths["+Inf"]) == (4, 4, 19, 19)
     assert plain["faser:draft_length_sum"] == 30
     assert all(labels["model_name"] == "m" for values in found.values() for labels, _ in values)
+
+
+def metrics(now: Snapshot) -> dict[str, float]:
+    figures = Figures()
+    figures.latest = now
+    families = text_string_to_metric_families(PrometheusText(figures, engine()).render().decode())
+    return {sample.name: sample.value for family in families for sample in family.samples}
+
+
+def test_metrics_tell_where_the_draft_is():
+    found = metrics(snapshot(draft_pages_held=0, pages_held=7, num_pages=14, residency=away()))
+    assert found["faser:draft_resident"] == 0
+    assert found["faser:draft_away_seconds_total"] == 7.5
+    assert found["faser:draft_moves_total"] == 3
+    assert found["faser:draft_pages_gained"] == 4
+    assert found["faser:draft_last_move_seconds"] == 0.02
+    assert found["faser:kv_pages"] == 14
+    assert found["vllm:kv_cache_usage_perc"] == 0.5, "of the pages that there are now"
+    back = away(is_resident=True, pages_gained=0)
+    assert metrics(snapshot(draft_pages_held=0, residency=back))["faser:draft_resident"] == 1
+    assert metrics(snapshot(draft_pages_held=None))["faser:draft_resident"] == 0, "there is no draft model"
+
+
+def test_the_kv_cache_is_never_more_than_full():
+    """While pages are vacated, some that are held lie beyond the end of the pool."""
+    assert metrics(snapshot(pages_held=13, residency=away(pages_gained=0)))["vllm:kv_cache_usage_perc"] == 1
 
 
 def test_early_exit_is_told_by_layer_and_in_words():
@@ -121,6 +156,9 @@ def test_early_exit_is_told_by_layer_and_in_words():
 
 WORDS = {
     "speculation off for 12 s; last step: 180 requests decoding": (179, {"last_decoding": 180}),
+    "speculation off for 12 s, the draft is offloaded; last step: 9 requests decoding": (
+        9, {"last_decoding": 9, "residency": away()},
+    ),
     "last step: 2 tokens drafted for each of 3 requests": (
         3, {"last_decoding": 3, "last_drafting": 3, "last_drafted": 6},
     ),
@@ -137,6 +175,18 @@ WORDS = {
 def test_speculation_is_described_in_words(words):
     running, fields = WORDS[words]
     assert describe(snapshot(**fields), running, NOW, "fixed:2") == words
+
+
+def test_the_draft_s_place_is_described_in_words():
+    told = "The draft is offloaded: its memory holds 1,200 more KV pages (+24 %)."
+    assert describe_residency(snapshot(num_pages=6200, residency=away(pages_gained=1200))) == told
+    assert describe_residency(snapshot(residency=away(pages_gained=0))) == "The draft is being moved."
+    for resident in (None, snapshot(), snapshot(residency=away(is_resident=True, pages_gained=0))):
+        assert describe_residency(resident) == ""
+        assert describe_failure(resident) == ""
+    assert describe_failure(snapshot(residency=away(failure="it could not be loaded (out of memory)"))) == (
+        "The draft is away: it could not be loaded (out of memory). Serving without speculation, trying again later."
+    )
 
 
 IDLE = snapshot()
@@ -194,6 +244,27 @@ def test_the_dashboard_s_history_holds_rates_between_seconds(monkeypatch):
     assert data["drafted"]["total"] == {"accepted": 20, "rejected": 8, "pruned": 2}
     assert data["positions"] == {"verified": [15, 13], "accepted": [12, 8]}
     assert data["lengths"] == [5, 0, 15]
+
+
+def test_the_dashboard_shows_the_pool_as_large_as_it_is(monkeypatch):
+    board = Board(monkeypatch)
+    for seen in (
+        snapshot(pages_held=8),
+        snapshot(pages_held=8, num_pages=16, residency=away(pages_gained=6)),
+        snapshot(pages_held=16, num_pages=16, residency=away(pages_gained=6)),
+        snapshot(pages_held=12, residency=away(pages_gained=0)),
+        snapshot(pages_held=5, residency=away(is_resident=True, pages_gained=0)),
+    ):
+        board.figures.latest = seen
+        board.tick()
+    history = board.history()
+    assert history["kv_used"][-5:] == [0.8, 0.5, 1.0, 1.0, 0.5]
+    assert history["kv_gained"][-5:] == [None, 0.6, 0.6, 0.0, None]
+    assert board.board.data("ready")["now"]["kv_tokens"] == 160
+    board.figures.latest = snapshot(num_pages=16, residency=away(pages_gained=6, failure="no memory"))
+    data = board.board.data("ready")
+    assert (data["now"]["kv_tokens"], data["now"]["kv_gained"]) == (256, 0.6)
+    assert "no memory" in data["draft_failure"]
 
 
 @pytest.mark.parametrize("step", [0.05, 0.7, 3.2, 30.0])

@@ -214,7 +214,7 @@ def test_after_sigterm_open_requests_finish_new_ones_are_refused_and_the_exit_st
         eventually(lambda: not os.path.exists(f"/proc/{engine_id}"), "the engine is gone too")
 
 
-HEALTH = {"status": "ready", "engine_restarts": 0, "error": None}
+HEALTH = {"status": "ready", "engine_restarts": 0, "error": None, "draft_failure": None}
 
 
 def test_requests_open_after_the_grace_period_end_with_an_error_and_the_exit_status_is_0(paced):
@@ -260,6 +260,15 @@ def test_if_the_engine_dies_every_open_request_gets_an_error_and_the_engine_is_s
         eventually(lambda: server.get("/health") == (200, {**HEALTH, "engine_restarts": 1}), "a new engine is up")
         assert server.complete(prompt="a", max_tokens=3)["usage"]["completion_tokens"] == 3
         assert server.stop() == 0
+
+
+def test_health_says_that_the_draft_could_not_come_back_and_stays_good(paced):
+    reason = "it could not be loaded (out of memory)"
+    with paced(factory="tests.server.paced_engine:make_stranded") as server:
+        eventually(lambda: server.get("/health") == (200, {**HEALTH, "draft_failure": reason}), "health says so")
+        assert server.complete(prompt="the fox", max_tokens=2)["usage"]["completion_tokens"] == 2
+        assert server.metric("faser:draft_moves_total") == 1
+        assert reason in server.get("/dashboard/data")[1]["draft_failure"]
 
 
 def test_health_says_when_the_engine_is_down(paced):

@@ -18,6 +18,7 @@ from faser.request import FinishReason, Grammar, SamplingParams
 from faser.server.messages import (
     Add,
     Cancel,
+    DraftResidency,
     Frames,
     FromEngine,
     Outputs,
@@ -28,6 +29,7 @@ from faser.server.messages import (
 )
 from faser.server.worker import Served, Worker
 from tests.oracle import SEED, World, expected_output
+from tests.server.paced_engine import StubResidency
 
 
 class Link:
@@ -73,10 +75,12 @@ def add(name: str, prompt: list[int], max_tokens: int) -> Add:
 
 
 @contextmanager
-def working(executor=None):
+def working(executor=None, residency=None, on_idle=lambda: False):
     """A worker over an engine whose tokens are known beforehand."""
     world = World(Fixed(2), agreement=0.5)
-    engine = Engine(world.scheduler, executor(world.executor) if executor else world.executor)
+    engine = Engine(
+        world.scheduler, executor(world.executor) if executor else world.executor, residency=residency, on_idle=on_idle
+    )
     ours, theirs = socket_pair()
     failures: list[BaseException] = []
 
@@ -107,6 +111,37 @@ def test_requests_are_answered_and_the_worker_becomes_idle():
         link.until(lambda: link.snapshot is not None and link.snapshot.pages_held == 0)
         assert link.snapshot.emitted == 15
         assert sum(link.snapshot.lengths) == sum(end.stats.steps for end in link.ends.values())
+
+
+def test_the_snapshot_says_where_the_draft_is():
+    residency = StubResidency(StubResidency.RESIDENT)
+    with working(residency=residency) as (link, _):
+        link.until(lambda: link.snapshot is not None)
+        assert link.snapshot.residency == DraftResidency(True, 0.0, 0, 0, 0.0, None)
+        residency.stats = StubResidency.STRANDED
+        link.send(add("a", [1, 2, 3], 10))
+        link.until(lambda: not link.snapshot.residency.is_resident)
+        assert link.snapshot.draft_failure == "it could not be loaded (out of memory)"
+        assert link.snapshot.num_pages == 64
+
+
+def test_a_move_of_an_idle_engine_is_told(monkeypatch):
+    monkeypatch.setattr("faser.server.worker.REST_SECONDS", 0.0)
+    residency = StubResidency(StubResidency.STRANDED)
+
+    def come_back() -> bool:
+        residency.stats = StubResidency.RESIDENT
+        return False
+
+    with working(residency=residency, on_idle=come_back) as (link, _):
+        link.until(lambda: link.snapshot is not None and link.snapshot.residency.is_resident)
+
+
+def test_without_residency_the_snapshot_has_none():
+    with working() as (link, _):
+        link.until(lambda: link.snapshot is not None)
+        assert link.snapshot.residency is None
+        assert link.snapshot.draft_failure is None
 
 
 def test_a_cancelled_request_is_gone_before_the_next_step():

@@ -1,5 +1,8 @@
+from itertools import pairwise
+
 import pytest
 
+from faser.engine.residency import ResidencyStats
 from faser.traffic.document import Item, Workload
 from faser.traffic.play import play, set_policy, warm_ups_of
 from tests.traffic.simulated import Time, make_engine, make_workload
@@ -45,6 +48,36 @@ def test_moments_add_up_to_the_run():
     assert all(0 <= moment.mean_length <= 3 and 0 <= moment.speculating <= 1 for moment in moments)
     assert max(moment.speculating for moment in moments) > 0.5
     assert not any(moment.speculating for moment in run("off")[1].moments)
+
+
+class AwayBetween:
+    """A residency whose draft is away from one second to another of the engine's time."""
+
+    def __init__(self, time: Time, start: float, end: float) -> None:
+        self._time, self._start, self._end = time, start, end
+
+    @property
+    def stats(self) -> ResidencyStats:
+        now = self._time.now()
+        away = min(max(now, self._start), self._end) - self._start
+        return ResidencyStats(not self._start <= now < self._end, away, 0, 128, 0, 0.0, None)
+
+    def advance(self) -> bool:
+        return False
+
+
+def test_moments_tell_when_the_draft_was_away():
+    time = Time()
+    engine = make_engine(time)
+    start, end = 0.4, 0.93
+    engine.residency = AwayBetween(time, time.now() + start, time.now() + end)
+    moments = play(engine, make_workload(40, 20.0), "off", clock=time.clock).moments
+    assert all(0 <= moment.away <= 1 for moment in moments)
+    edges = [0.0, *(moment.time for moment in moments)]
+    away = sum(moment.away * (after - before) for moment, (before, after) in zip(moments, pairwise(edges), strict=True))
+    assert away == pytest.approx(end - start, abs=1e-3)
+    assert {m.away for m, before in zip(moments, edges, strict=False) if before > end or m.time < start} == {0.0}
+    assert 1.0 in {round(moment.away, 3) for moment in moments}
 
 
 def test_the_second_run_of_an_engine_counts_only_itself():

@@ -151,7 +151,15 @@ def test_with_a_span_a_rate_leaves_requests_out():
 
 
 @pytest.mark.parametrize(
-    ("text", "mean"), [("poisson:4", 4), ("gamma:4:0.5", 4), ("gamma:4:8", 4), ("square:1:9:20", 5), ("ramp:0:10", 5)]
+    ("text", "mean"),
+    [
+        ("poisson:4", 4),
+        ("gamma:4:0.5", 4),
+        ("gamma:4:8", 4),
+        ("square:1:9:20", 5),
+        ("ramp:0:10", 5),
+        ("steps:2:8:5", 5),
+    ],
 )
 @pytest.mark.parametrize("factor", [1.0, 2.0])
 def test_arrival_processes_have_their_mean_rate(text, mean, factor):
@@ -174,11 +182,13 @@ def test_bursts_squares_and_ramps_have_their_shape():
     assert 7 < (square >= 10).sum() / (square < 10).sum() < 11
     ramp = parse_arrivals("ramp:0:10").times(2000.0, generator())
     assert 2.7 < (ramp >= 1000).sum() / (ramp < 1000).sum() < 3.4
+    steps = parse_arrivals("steps:1:4:0:2").times(400.0, generator())
+    assert np.histogram(steps, 4, (0, 400))[0] == pytest.approx([100, 400, 0, 200], rel=0.3)
 
 
 @pytest.mark.parametrize(
     "text", ["", "poisson", "poisson:", "poisson:0", "poisson:-1", "poisson:1:2", "gamma:1", "gamma:1:0", "steady:1",
-             "square:1:2:0", "square:0:0:5", "ramp:0:0", "poisson:inf", "poisson:nan"],
+             "square:1:2:0", "square:0:0:5", "ramp:0:0", "steps", "steps:0:0", "poisson:inf", "poisson:nan"],
 )  # fmt: skip
 def test_a_wrong_process_is_refused(text):
     with pytest.raises(ConfigError, match="expected poisson:RATE"):

@@ -27,6 +27,7 @@ from faser.bench.report.svg import (
 )
 
 PANEL_HEIGHT, BAR_HEIGHT, CELL_HEIGHT = 84, 28, 28  # pixels
+BAND_OPACITY = 0.16
 
 
 @dataclass(frozen=True)
@@ -245,8 +246,13 @@ def _cell(part: BarPart | None, x: float, y: float, width: float) -> Markup:
 # ── time lines ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def timeline(title: str, edges: Sequence[float], panels: Sequence[Panel], strip: Trace, size: Size) -> Markup:
-    """Panels of step lines over one time axis, a value from edge to edge; the strip is darker for a larger share."""
+def timeline(
+    title: str, edges: Sequence[float], panels: Sequence[Panel], strip: Trace, band: Trace | None, size: Size
+) -> Markup:
+    """Panels of step lines over one time axis, a value from edge to edge.
+
+    Strip and band are shares, darker where larger: the strip lies below the panels, the band behind them.
+    """
     labels = [panel.axis.show(level) for panel in panels for level in _panel_levels(panel)]
     left = 14 + max(map(width_of, labels), default=20.0)
     right = size.width - 10.0
@@ -260,10 +266,15 @@ def timeline(title: str, edges: Sequence[float], panels: Sequence[Panel], strip:
         legend, _ = _legend(entries, max(left, width_of(panel.axis.label) + 14), right, y)
         drawn += legend if len(panel.traces) > 1 else []
         top = y + 14
+        drawn += _shares(band, edges, x, top, PANEL_HEIGHT, BAND_OPACITY) if band is not None else []
         drawn += _panel(panel, edges, x, top, top + PANEL_HEIGHT)
         y = top + PANEL_HEIGHT + 16
-    drawn += [label(strip.name, 0, y + 6), *_strip(strip, edges, x, y + 14)]
     bottom = y + 30
+    if band is not None:
+        legend, _ = _legend([(band.name, band.look)], max(left, width_of(strip.name) + 14), right, y + 6)
+        drawn += legend
+    track = node("rect", class_="track", x=x.start, y=y + 14, width=x.end - x.start, height=10)
+    drawn += [label(strip.name, 0, y + 6), track, *_shares(strip, edges, x, y + 14, 10)]
     enclosing = ticks(edges[0], edges[-1], max(3, int((right - left) / 80)))
     across = [tick for tick in enclosing if edges[0] <= tick <= edges[-1]]
     drawn.append(node("line", class_="baseline", x1=left, x2=right, y1=bottom, y2=bottom))
@@ -306,12 +317,13 @@ def _steps(values: Sequence[float | None], edges: Sequence[float]) -> list[list[
     return [run for run in runs if run]
 
 
-def _strip(strip: Trace, edges: Sequence[float], x: Scale, top: float) -> list[Markup]:
-    drawn = [node("rect", class_="track", x=x.start, y=top, width=x.end - x.start, height=10)]
-    rounded = [None if value is None else round(value, 1) for value in strip.values]
-    for run in _steps(rounded, edges):
-        for start, end, value in run:
-            if value > 0:
-                drawn.append(node("rect", x=x(start), y=top, width=x(end) - x(start), height=10, fill=strip.look.paint,
-                                  fill_opacity=f"{value:.1f}"))  # fmt: skip
-    return drawn
+def _shares(
+    trace: Trace, edges: Sequence[float], x: Scale, top: float, height: float, opacity: float = 1.0
+) -> list[Markup]:
+    """A rectangle from edge to edge, as opaque as the share is large; nothing where it is zero."""
+    rounded = [None if value is None else round(value, 1) for value in trace.values]
+    return [
+        node("rect", x=x(start), y=top, width=x(end) - x(start), height=height, fill=trace.look.paint,
+             fill_opacity=f"{opacity * value:.2g}")
+        for run in _steps(rounded, edges) for start, end, value in run if value > 0
+    ]  # fmt: skip

@@ -213,10 +213,12 @@ def timeline(system: SystemLook, load: LoadPoint, runs: Sequence[RunDocument]) -
         Panel(Axis("mean length", tick), (Trace("mean length", blue, lengths, filled=True),)),
     )
     strip = Trace("speculating", blue, tuple(m.speculating for m in moments))
-    traces = [*(trace for panel in panels for trace in panel.traces), strip]
+    away = Trace("draft offloaded", Look("purple"), tuple(m.away for m in moments))
+    band = away if any(away.values) else None
+    traces = [*(trace for panel in panels for trace in panel.traces), strip, *([band] if band is not None else [])]
     told = [[trace.name, [v if v is None else float(f"{v:.3g}") for v in trace.values]] for trace in traces]
     data = json.dumps({"edges": [round(time, 2) for time in edges], "traces": told}, separators=(",", ":"))
-    draw = partial(charts.timeline, f"time line of {system.name} at {load.label}", edges, panels, strip)
+    draw = partial(charts.timeline, f"time line of {system.name} at {load.label}", edges, panels, strip, band)
     return _both("timeline", draw, FULL, data=data)
 
 
@@ -246,4 +248,5 @@ def _merged(moments: Sequence[Moment]) -> Moment:
         accepted=sum(moment.accepted for moment in moments),
         mean_length=weighted / sum(bonus) if sum(bonus) else 0.0,
         speculating=sum(moment.speculating for moment in moments) / number,
+        away=sum(moment.away for moment in moments) / number,
     )

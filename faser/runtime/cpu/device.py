@@ -11,14 +11,16 @@ from faser.errors import ConfigError
 from faser.models.config import ModelConfig
 from faser.models.transformer import Transformer
 from faser.rules.early_exit import DEPTHS
+from faser.runtime.cpu.draft_memory import CpuDraftMemory, HostBlock
 from faser.runtime.cpu.drafter import ModelDrafter
 from faser.runtime.cpu.executor import TorchExecutor
 from faser.runtime.cpu.runner import ModelRunner
 from faser.runtime.cpu.verifier import Verifier
 from faser.runtime.device import Parts, Profiling, Speeds
 from faser.runtime.drafter import Drafter
-from faser.runtime.kv_cache import fitting_pages, make_pages, require_room
+from faser.runtime.kv_cache import GIB, bytes_per_page, fitting_pages, pages_over, require_room
 from faser.runtime.ngram import NgramDrafter
+from faser.runtime.weights_home import home_bytes, own_weights
 from faser.threads import ThreadTuner, available_cpus, user_chose_threads
 
 
@@ -31,6 +33,7 @@ class CpuDevice:
     pacing = prompt_pace.CPU
     exit_depths = DEPTHS
     splits = (0,)
+    offloads = False  # the copy of the weights would stay in the same memory
     # From some dozen rows on, seconds are linear in rows: few sizes are measured, and larger ones extrapolated.
     profiling = Profiling(6.0, (), (), most_rows=64, most_context=4096, most_prompt_rows=128, has_lanes=False)
     speeds = Speeds(10e9, 40e9, layer_seconds=2e-4, host_seconds=1e-3, stop_seconds=2e-4)
@@ -50,25 +53,49 @@ class CpuDevice:
         if parts.acceptance is not None:
             raise ConfigError("synthetic acceptance is for measuring a GPU; the CPU device has none")
         num_pages = parts.num_pages or self._num_pages(parts)
-
-        def runner(model: Transformer) -> ModelRunner:
-            pages = make_pages(model.config, num_pages, parts.page_size, model.dtype)
-            return ModelRunner(model, pages, parts.limits.max_running, parts.limits.max_model_len)
-
+        gained = _pages_gained(parts, num_pages) if parts.offload else 0
+        target_pages = _page_block(parts.target, num_pages + gained, parts.page_size)
         drafter: Drafter | None = None
+        memory: CpuDraftMemory | None = None
         if parts.draft is not None:
-            vocab_size = parts.target.config.vocab_size
-            drafter = ModelDrafter(runner(parts.draft), parts.sampler, parts.history, vocab_size)
+            draft_pages = _page_block(parts.draft, num_pages, parts.page_size)
+            runner = _runner(parts.draft, draft_pages, parts)
+            drafter = ModelDrafter(runner, parts.sampler, parts.history, parts.target.config.vocab_size)
+            if gained:
+                memory = CpuDraftMemory(parts.target, parts.draft, target_pages, draft_pages, num_pages, gained)
         elif parts.uses_ngrams:
             drafter = NgramDrafter(parts.history.numpy())
-        verifier = Verifier(runner(parts.target), parts.sampler, parts.history)
-        return TorchExecutor(verifier, drafter, parts.sampler, parts.history, _make_tuner()), num_pages
+        verifier = Verifier(_runner(parts.target, target_pages, parts), parts.sampler, parts.history)
+        executor = TorchExecutor(verifier, drafter, parts.sampler, parts.history, _make_tuner(), memory)
+        return executor, num_pages
 
     def _num_pages(self, parts: Parts) -> int:
         require_room(parts.kv_memory, self.memory - sum(model.num_bytes for model in parts.models))
         budget = parts.kv_memory or self.default_kv_memory()
         models = [(model.config, model.dtype) for model in parts.models]
         return fitting_pages(budget, models, parts.page_size, parts.limits.max_model_len, parts.most_pages)
+
+
+def _page_block(model: Transformer, num_pages: int, page_size: int) -> HostBlock:
+    num_bytes = num_pages * bytes_per_page(model.config, page_size, model.dtype)
+    try:
+        return HostBlock(num_bytes)
+    except OSError as error:
+        raise ConfigError(f"no memory for a KV cache of {num_bytes / GIB:.2f} GiB; lower kv_memory") from error
+
+
+def _runner(model: Transformer, block: HostBlock, parts: Parts) -> ModelRunner:
+    pages = pages_over(block.bytes, model.config, parts.page_size, model.dtype)
+    return ModelRunner(model, pages, parts.limits.max_running, parts.limits.max_model_len)
+
+
+def _pages_gained(parts: Parts, num_pages: int) -> int:
+    """Target pages that the draft's weights and pages would hold, no more than all slots can use."""
+    if parts.draft is None:
+        return 0
+    draft_page, page = (bytes_per_page(m.config, parts.page_size, m.dtype) for m in (parts.draft, parts.target))
+    freed = home_bytes(own_weights(parts.draft, parts.target)) + num_pages * draft_page
+    return max(0, min(freed // page, parts.most_pages - num_pages))
 
 
 def _make_tuner() -> ThreadTuner | None:

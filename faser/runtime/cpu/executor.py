@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from faser.engine.residency import DraftMemory
 from faser.runtime.cpu.verifier import Verifier
 from faser.runtime.drafter import Drafter, Drafts
 from faser.runtime.sampling import Sampler
@@ -26,7 +27,9 @@ class TorchExecutor:
         sampler: Sampler,
         history: torch.Tensor,
         threads: ThreadTuner | None = None,
+        draft_memory: DraftMemory | None = None,
     ) -> None:
+        self.draft_memory = draft_memory
         self._verifier = verifier
         self._threads = threads
         self.drafter = drafter
@@ -36,6 +39,8 @@ class TorchExecutor:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Draft, then verify. Drafts that overlap are made first too: the verification compares with them."""
+        if plan.moves is not None:
+            self._verifier.runner.move(plan.moves)
         self._update_slots(plan)
         num_rows = int(plan.num_rows.sum() + plan.judged.sum())
         if self._threads is not None:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from faser.arrays import NONE, IntArray
 from faser.models.layers import rotate
 from faser.models.transformer import Transformer
-from faser.step import PageWrites
+from faser.step import PageMoves, PageWrites
 
 SHORT_ROWS = 16  # a request with more rows is a group of its own
 SPARE_PAGES = 64  # pages of padding that a group may always have; beyond it, at most half of its pages may be padding
@@ -65,8 +65,12 @@ class ModelRunner:
     def __init__(self, model: Transformer, pages: torch.Tensor, max_slots: int, max_tokens: int) -> None:
         self.model = model
         self._seconds = 0.0
-        self._pages = pages  # of `make_pages`
+        self._pages = pages  # of `pages_over`
         self._table: IntArray = np.zeros((max_slots, -(-max_tokens // pages.shape[2])), dtype=np.int64)
+
+    def move(self, moves: PageMoves) -> None:
+        sources, destinations = torch.from_numpy(moves.sources), torch.from_numpy(moves.destinations)
+        self._pages.index_copy_(1, destinations, self._pages.index_select(1, sources))
 
     def apply(self, writes: PageWrites) -> None:
         self._table[writes.slots, writes.columns] = writes.pages

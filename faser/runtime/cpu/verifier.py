@@ -23,7 +23,7 @@ from faser.step import StepPlan, StepResult, StepSeconds
 
 class Verifier:
     def __init__(self, runner: ModelRunner, sampler: Sampler, history: torch.Tensor) -> None:
-        self._runner = runner
+        self.runner = runner
         self._sampler = sampler
         self._history: IntArray = history.numpy()
         self._exiting = ExitingForward(runner, sampler, self._history)
@@ -36,13 +36,13 @@ class Verifier:
         `num_new` [B] tokens were drafted in this step; those behind the first num_drafted are not judged. `confidence`
         [B, depth] is the draft's own, for plans with a rule for early exit.
         """
-        self._runner.apply(plan.target_pages)
+        self.runner.apply(plan.target_pages)
         rows = Rows.of(plan.slots, plan.start, plan.num_rows + num_drafted)
-        hidden = self._runner.model.embed(torch.from_numpy(self._history[rows.owners, rows.positions]))
+        hidden = self.runner.model.embed(torch.from_numpy(self._history[rows.owners, rows.positions]))
         if plan.exits is None or not num_drafted.any():
-            return self._judge(plan, rows, self._runner.run(rows, hidden), num_drafted, num_new)
+            return self._judge(plan, rows, self.runner.run(rows, hidden), num_drafted, num_new)
         rows, hidden, exiting = self._exiting.run(plan, plan.exits, hidden, num_drafted, confidence)
-        hidden = self._runner.run(rows, hidden, plan.exits.layers[-1])
+        hidden = self.runner.run(rows, hidden, plan.exits.layers[-1])
         return replace(self._judge(plan, rows, hidden, exiting.left, num_new), exits=exiting.readings)
 
     def _judge(
@@ -54,8 +54,8 @@ class Verifier:
         starts = np.cumsum(num_rows) - num_rows
         offsets = np.arange(num_rows.sum()) - np.repeat(starts, num_rows)  # 0 … num_drafted within each request
         wanted = np.repeat(rows.cu_rows[samples + 1] - num_rows, num_rows) + offsets
-        logits = self._runner.logits(hidden, wanted)
-        seconds = StepSeconds(verify=self._runner.take_seconds())
+        logits = self.runner.logits(hidden, wanted)
+        seconds = StepSeconds(verify=self.runner.take_seconds())
         num_accepted = np.zeros_like(num_drafted)
         if samples.size == 0:
             return StepResult(num_new, num_drafted, num_accepted, NONE, seconds=seconds)

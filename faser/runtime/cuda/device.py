@@ -36,6 +36,7 @@ class CudaDevice:
     max_running = 256
     max_batch_tokens = 4096
     pacing = replace(prompt_pace.GPU, row_sizes=MIXED_BUCKETS)
+    offloads = True
     open_driver = staticmethod(open_driver)  # tests have one without a GPU
     runs_ahead = True  # a step is planned while the one before it runs
     exit_depths = (0.0, 0.5)  # each further depth would need as many graphs again

@@ -15,6 +15,7 @@ from faser.arrays import IntArray
 from faser.cost.profile import Profile
 from faser.cost.profiled_cost import MAX_STEADY_LAG
 from faser.engine.engine import Executor
+from faser.engine.residency import DraftMemory
 from faser.limits import Limits
 from faser.rules.early_exit import ExitRule
 from faser.runtime.device import Profiling
@@ -43,6 +44,9 @@ class Subject:
     exit_layer: int = 0  # of the target, after which an early exit checks drafts; 0: no early exit
     exit_candidates: tuple[int, ...] = (0,)  # numbers of vocabulary entries to compare drafts with
     splits: tuple[int, ...] = ()  # SMs of drafting beside a verification: see Device
+    draft_memory: DraftMemory | None = None  # where the draft can leave the device
+    leaving_bytes: int = 0  # of the draft's weights, as far as they leave
+    page_bytes: tuple[int, int] = (0, 0)  # of one KV page of the target and of the draft
     assumed: Profile | None = None  # predicts what was not measured (faser/runtime/profiling/assumed.py)
 
     @property

@@ -5,7 +5,7 @@ Measured are, coarse before fine and several times at some distance:
 * decoding steps with no, one and three drafted tokens each, at two contexts: verification by rows, and drafts by
   requests. Tokens behind the first cost (seconds of three - seconds of one) / 2;
 * steps with prompts, or with drafts that fell behind: some decoding requests, at two contexts, and more rows;
-* what confidence checks, early exit and overlap cost (mechanisms.py);
+* what confidence checks, early exit and overlap cost (mechanisms.py), and a move of the draft (residency.py);
 * random batches that the profile is not made from: how wrong its predictions are.
 
 It must be done before the executor serves a request.
@@ -21,7 +21,7 @@ from typing import Any
 from faser.cost.profile import Profile
 from faser.cost.profiled_cost import ProfiledCost
 from faser.progress import Update
-from faser.runtime.profiling import mechanisms
+from faser.runtime.profiling import mechanisms, residency
 from faser.runtime.profiling.batches import Batch, Subject, all_batches, quick_batches
 from faser.runtime.profiling.fit import Samples, errors_of
 from faser.runtime.profiling.steps import Measured, Steps
@@ -83,6 +83,7 @@ class _Measurement:
         ends = self._clock() + OVERLAP_TIME * self._seconds
         besides = mechanisms.overlap_profiles(subject, steps, lambda: self._clock() < ends)
         await_seconds = mechanisms.await_seconds(subject, steps)
+        moves = residency.round_trip(subject, self._clock)
         self._uncounted = self._clock() - started
         return replace(
             samples.profile(about),
@@ -91,6 +92,7 @@ class _Measurement:
             exit_candidates=exit_candidates,
             besides=besides,
             await_seconds=await_seconds,
+            residency=moves,
         )
 
     def quick_profile(self, about: Mapping[str, Any]) -> Profile:

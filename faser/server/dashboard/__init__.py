@@ -75,6 +75,8 @@ class Dashboard:
             "positions": {"verified": verified[:num_positions], "accepted": accepted[:num_positions]},
             "drafted": {"minute": self._drafted(self._snapshot_before(WINDOW_SECONDS)), "total": self._drafted(None)},
             "exits": describe_exits(self._figures.latest),
+            "residency": describe_residency(self._figures.latest),
+            "draft_failure": describe_failure(self._figures.latest),
             "requests": self._requests(),
         }
 
@@ -87,27 +89,27 @@ class Dashboard:
             "uptime_seconds": monotonic() - self._started,
             "state": state,
             "max_running": about.max_running if about is not None else 0,
-            "kv_tokens": about.kv_tokens if about is not None else 0,
         }
 
     def _now(self) -> dict[str, Any]:
         snapshot, about = self._figures.latest, self._engine.about
-        pages = about.num_pages if about is not None else 1
         ttft_p50, ttft_p99 = _percentiles(self._figures.recent_first_token)
         tpot_p50, tpot_p99 = _percentiles(self._figures.recent_per_token)
         last = _row(list(self._points), len(self._points) - 1)
         now: dict[str, Any] = {
             "running": self._engine.num_running, "waiting": self._engine.num_waiting,
-            "kv_used": 0.0, "draft_kv_used": None, "speculating": False, "prefix_hit_rate": None,
+            "kv_used": 0.0, "kv_tokens": about.kv_tokens if about is not None else 0, "kv_gained": None,
+            "draft_kv_used": None, "speculating": False, "prefix_hit_rate": None,
             "output_rate": last["output_rate"], "step_ms": last["step_ms"], "predicted_ms": last["predicted_ms"],
             "ttft_p50": ttft_p50, "ttft_p99": ttft_p99, "tpot_p50": tpot_p50, "tpot_p99": tpot_p99,
             "speculation": describe(snapshot, self._engine.num_running, monotonic(), about.policy if about else ""),
         }  # fmt: skip
         if snapshot is not None:
-            draft_pages = snapshot.draft_pages_held
             now |= {
-                "kv_used": snapshot.pages_held / pages,
-                "draft_kv_used": draft_pages / pages if draft_pages is not None else None,
+                "kv_used": snapshot.kv_used,
+                "kv_tokens": snapshot.num_pages * about.page_size if about is not None else 0,
+                "kv_gained": snapshot.kv_gained,
+                "draft_kv_used": snapshot.draft_kv_used,
                 "speculating": self._engine.num_running > 0 and snapshot.last_drafting > 0,
                 "prefix_hit_rate": snapshot.prefix_hits / snapshot.prefix_queries if snapshot.prefix_queries else None,
             }
@@ -116,10 +118,7 @@ class Dashboard:
     def _history(self) -> dict[str, list[Any]]:
         points = list(self._points)
         rows = [_row(points, index) for index in range(1, len(points))]
-        pages = self._engine.about.num_pages if self._engine.about is not None else 1
-        history = {name: [row[name] for row in rows] for name in _row(points, 0)}
-        history["kv_used"] = [held / pages for held in history["kv_used"]]
-        return history
+        return {name: [row[name] for row in rows] for name in _row(points, 0)}
 
     def _snapshot_before(self, seconds: float) -> Snapshot | None:
         """The snapshot of `seconds` ago; None if the engine started later."""
@@ -160,7 +159,8 @@ def describe(snapshot: Snapshot | None, running: int, now: float, policy: str) -
         return f"{_requests(running)} being read; none decodes yet"
     if not drafting:
         age = _age(now - snapshot.speculating_changed)
-        return f"speculation off for {age}; last step: {_requests(decoding)} decoding"
+        away = ", the draft is offloaded" if snapshot.kv_gained is not None else ""
+        return f"speculation off for {age}{away}; last step: {_requests(decoding)} decoding"
     mean = snapshot.last_drafted / drafting
     tokens = f"{mean:.0f} token{'s' if mean != 1 else ''}" if mean == round(mean) else f"{mean:.1f} tokens on average"
     who = f"each of {_requests(drafting)}" if drafting == decoding else f"{drafting} of {_requests(decoding)}"
@@ -183,6 +183,23 @@ def describe_exits(snapshot: Snapshot | None) -> str:
     return f"Early exit pruned {where}; {wrong:.1f} % of it wrongly, by {exits.trials} trials."
 
 
+def describe_residency(snapshot: Snapshot | None) -> str:
+    """Where the draft is, in words; empty while it is on the device."""
+    residency = snapshot.residency if snapshot is not None else None
+    if snapshot is None or residency is None or residency.is_resident:
+        return ""
+    if not residency.pages_gained:
+        return "The draft is being moved."
+    gained = f"{residency.pages_gained:,} more KV pages (+{100 * (snapshot.kv_gained or 0.0):.0f} %)"
+    return f"The draft is offloaded: its memory holds {gained}."
+
+
+def describe_failure(snapshot: Snapshot | None) -> str:
+    """What failed when the draft moved, in words; empty if nothing did."""
+    failure = snapshot.draft_failure if snapshot is not None else None
+    return f"The draft is away: {failure}. Serving without speculation, trying again later." if failure else ""
+
+
 def _requests(number: int) -> str:
     return f"{number} request{'s' if number != 1 else ''}"
 
@@ -201,7 +218,8 @@ def _row(points: Sequence[_Second], index: int) -> dict[str, Any]:
         "output_rate": 0.0,
         "running": after.running,
         "waiting": after.waiting,
-        "kv_used": 0,
+        "kv_used": 0.0,
+        "kv_gained": None,
         "step_ms": None,
         "predicted_ms": None,
         "accepted_rate": 0.0,
@@ -210,7 +228,7 @@ def _row(points: Sequence[_Second], index: int) -> dict[str, Any]:
     now, was = after.snapshot, before.snapshot
     if now is None:
         return row
-    row["kv_used"] = now.pages_held
+    row |= {"kv_used": now.kv_used, "kv_gained": now.kv_gained}
     if before.num_restarts != after.num_restarts:
         return row
     steps, seconds = _gain("steps", was, now), after.counted - before.counted

@@ -6,7 +6,7 @@ import torch
 
 from faser.runtime.cpu import runner as cpu
 from faser.runtime.cpu.runner import CpuAttention, Rows
-from faser.runtime.kv_cache import make_pages
+from faser.runtime.kv_cache import bytes_per_page, pages_over
 from tests.models.reference import forward
 from tests.tiny import CONFIGS, make_model
 
@@ -28,7 +28,8 @@ def test_rows_in_pages_attend_like_whole_sequences(name, group_bytes, monkeypatc
     tokens = torch.randint(0, 61, (NUM_SLOTS, NUM_TOKENS), generator=torch.Generator().manual_seed(0))
     right = [forward(model, row) for row in tokens]
     num_pages = NUM_SLOTS * NUM_TOKENS // PAGE_SIZE
-    pages = make_pages(model.config, num_pages, PAGE_SIZE, torch.float32)
+    memory = torch.zeros(num_pages * bytes_per_page(model.config, PAGE_SIZE, torch.float32), dtype=torch.uint8)
+    pages = pages_over(memory, model.config, PAGE_SIZE, torch.float32)
     pages.fill_(torch.nan)  # what was there before must not matter
     table = np.random.default_rng(0).permutation(num_pages).reshape(NUM_SLOTS, -1)
     num_groups = set()
