@@ -72,9 +72,11 @@ class Profiling:
 
 
 class DeviceExecutor(Executor, Protocol):
-    """`draft_memory` is None where the draft cannot leave the device."""
+    """Runs plans on a device."""
 
-    draft_memory: DraftMemory | None
+    @property
+    def draft_memory(self) -> DraftMemory | None:
+        """None where the draft cannot leave the device."""
 
 
 class Device(Protocol):
