@@ -35,7 +35,7 @@ def move_in(weights: Sequence[Tensor], home: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _WeightPlace:
     """Of one weight in a block."""
 
     start: int  # bytes
@@ -57,7 +57,7 @@ class WeightsHome:
         places, start = [], 0
         for weight in weights:
             stop = start + weight.numel() * weight.element_size()
-            places.append(_Place(start, stop, weight.dtype, weight.shape, weight.stride()))
+            places.append(_WeightPlace(start, stop, weight.dtype, weight.shape, weight.stride()))
             start += _aligned_bytes(weight)
         self._places = tuple(places)
 

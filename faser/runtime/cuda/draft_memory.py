@@ -27,7 +27,7 @@ from faser.errors import ConfigError, MoveError
 from faser.models.config import ModelConfig
 from faser.runtime.cuda.memory import ADVICE
 from faser.runtime.cuda.pinned import PinnedBlock
-from faser.runtime.cuda.virtual_memory import AddressRange, Chunk, MemoryDriver, VirtualMemory
+from faser.runtime.cuda.virtual_memory import AddressRange, MemoryChunk, MemoryDriver, VirtualMemory
 from faser.runtime.kv_cache import bytes_per_page
 from faser.runtime.weights_home import WeightsHome
 
@@ -146,7 +146,7 @@ class CudaDraftMemory:
         self.pages_gained = layout.pages_gained
         self._home = home
         self._memory = VirtualMemory(driver)
-        self._chunks: list[Chunk] = []
+        self._chunks: list[MemoryChunk] = []
         self._is_loading = False
         self._cleared: Any = None  # an event: the new pages of the target are zero
         self._is_closed = False

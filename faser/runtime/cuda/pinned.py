@@ -38,8 +38,8 @@ class PinnedBlock:
     """`bytes` is uint8 [num_bytes] in locked memory, until `close` or until nobody refers to the block."""
 
     def __init__(self, num_bytes: int, driver: MemoryDriver) -> None:
-        length = -(-num_bytes // HUGE_PAGE) * HUGE_PAGE + HUGE_PAGE
-        memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        length = -(-num_bytes // HUGE_PAGE) * HUGE_PAGE
+        memory = mmap.mmap(-1, length + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
@@ -47,7 +47,7 @@ class PinnedBlock:
         self.bytes = whole[start : start + num_bytes]
         self.bytes.fill_(0)
         address = self.bytes.data_ptr()
-        driver.pin(address, num_bytes)
+        driver.pin(address, length)
         self._finalizer = weakref.finalize(self, _unpin, driver, address)
         self._finalizer.atexit = False
 

@@ -69,7 +69,7 @@ class AddressRange:
     num_bytes: int
 
 
-class Chunk:
+class MemoryChunk:
     """Physical memory. `address` is where it is mapped; None: nowhere."""
 
     def __init__(self, handle: Any, num_bytes: int) -> None:
@@ -84,7 +84,7 @@ class VirtualMemory:
     def __init__(self, driver: MemoryDriver) -> None:
         self._driver = driver
         self._ranges: list[AddressRange] = []
-        self._chunks: list[Chunk] = []
+        self._chunks: list[MemoryChunk] = []
         self._finalizer = weakref.finalize(self, _release, driver, self._ranges, self._chunks)
         self._finalizer.atexit = False  # the driver may be gone, and the process gives everything back
 
@@ -97,18 +97,18 @@ class VirtualMemory:
         self._ranges.append(AddressRange(self._driver.reserve(num_bytes), num_bytes))
         return self._ranges[-1]
 
-    def create(self, num_bytes: int) -> Chunk:
-        self._chunks.append(Chunk(self._driver.create(num_bytes), num_bytes))
+    def create(self, num_bytes: int) -> MemoryChunk:
+        self._chunks.append(MemoryChunk(self._driver.create(num_bytes), num_bytes))
         return self._chunks[-1]
 
-    def map(self, chunk: Chunk, place: AddressRange, offset: int) -> None:
+    def map(self, chunk: MemoryChunk, place: AddressRange, offset: int) -> None:
         assert chunk.address is None, "the chunk is mapped elsewhere"
         assert 0 <= offset <= place.num_bytes - chunk.num_bytes, "the chunk does not fit there"
         address = place.address + offset
         self._driver.map(address, chunk.num_bytes, chunk.handle)
         chunk.address = address
 
-    def unmap(self, chunk: Chunk) -> None:
+    def unmap(self, chunk: MemoryChunk) -> None:
         if chunk.address is not None:
             self._driver.unmap(chunk.address, chunk.num_bytes)
             chunk.address = None
@@ -122,7 +122,7 @@ class VirtualMemory:
         self._finalizer()
 
 
-def _release(driver: MemoryDriver, ranges: list[AddressRange], chunks: list[Chunk]) -> None:
+def _release(driver: MemoryDriver, ranges: list[AddressRange], chunks: list[MemoryChunk]) -> None:
     """Give back what can be given back: on a broken device every call fails."""
     try:
         driver.synchronize()

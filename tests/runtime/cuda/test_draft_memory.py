@@ -296,6 +296,6 @@ def test_a_pinned_block_has_its_size_and_begins_at_a_huge_page(driver, num_bytes
     block = PinnedBlock(num_bytes, driver)
     assert block.bytes.shape == (num_bytes,)
     assert block.bytes.data_ptr() % HUGE_PAGE == 0
-    assert driver.pinned == {block.bytes.data_ptr(): num_bytes}
+    assert driver.pinned == {block.bytes.data_ptr(): -(-num_bytes // HUGE_PAGE) * HUGE_PAGE}
     block.close()
     assert not driver.pinned
