@@ -47,6 +47,16 @@ def memory_bytes() -> int:
     return min([physical, *(limit for limit in map(_limit, _LIMITS) if limit is not None)])
 
 
+def free_memory_bytes() -> int:
+    """Bytes of memory that a process may still take: what the system can free, at most what processes may use here."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return min([memory_bytes(), *found])
+
+
 def _limit(path: str) -> int | None:
     try:
         text = Path(path).read_text().strip()

@@ -21,6 +21,7 @@ from faser.errors import MoveError
 from faser.limits import Limits
 from faser.policy import BatchView, Policy
 from faser.policy.overlap import Chunks, Overlap
+from faser.policy.residency import ExpectedGain, ResidencyRule, ResidencyView
 from faser.request import Progress, Request, SamplingParams
 from faser.rules.stopping import Stopping
 from faser.step import PageMoves, PageWrites, Settling, StepPlan, StepResult, StepSeconds
@@ -183,6 +184,16 @@ class OracleExecutor:
 
     def close(self) -> None:
         pass
+
+
+class Never(ResidencyRule):
+    """The draft moves when a test asks for it."""
+
+    def why_leave(self, view: ResidencyView, gain: ExpectedGain) -> None:
+        return None
+
+    def why_return(self, view: ResidencyView, gain: ExpectedGain) -> None:
+        return None
 
 
 class OracleDraftMemory:

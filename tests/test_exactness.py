@@ -14,10 +14,11 @@ import torch
 from faser.build import Draft, build_engine
 from faser.config import EngineOptions
 from faser.engine.engine import Engine
+from faser.engine.residency import Place
 from faser.models.transformer import Transformer
 from faser.policy import Fixed, Policy
 from faser.request import FinishReason, Request, SamplingParams, Stats
-from tests.oracle import RandomLengths, RandomStops
+from tests.oracle import Never, RandomLengths, RandomStops
 from tests.tiny import CONFIGS, VOCABULARY, make_draft, make_model
 
 PARAMS = {
@@ -165,6 +166,46 @@ def test_staggered_arrivals_and_chunked_prefill_change_nothing(pair, draft_kind)
         target, draft if draft_kind == "model" else "ngram", RandomLengths(seed=3), max_batch_tokens=12, max_running=6
     )
     assert_equal(serve(engine, requests, arrivals), right)
+
+
+class Immovable(Fixed):
+    """A fixed length, and a draft that moves when the test asks for it."""
+
+    def residency_rule(self):
+        return Never()
+
+
+@pytest.mark.parametrize("num_pages", [24, 100])
+def test_a_draft_that_leaves_and_returns_changes_nothing(pair, num_pages):
+    target, draft, requests, right = pair
+    engine = make_engine(target, draft, RandomLengths(seed=4), num_pages=num_pages, offload="on")
+    random, places = np.random.default_rng(5), set()
+    step = engine.step
+
+    def moving_step():
+        if random.random() < 0.15:
+            (engine.residency.leave if engine.residency.place is Place.RESIDENT else engine.residency.come_back)()
+        places.add(engine.residency.place)
+        return step()
+
+    engine.step = moving_step
+    assert_equal(serve(engine, requests), right)
+    assert {Place.RESIDENT, Place.AWAY} <= places
+    assert engine.residency.stats.moves >= 2
+
+
+def test_a_draft_that_returned_is_accepted_as_before(pair):
+    target, draft, requests, _ = pair
+    engine = make_engine(target, draft, Immovable(4), num_pages=100, offload="on", prefix_caching=False)
+    before = serve(engine, requests).total
+    engine.residency.leave()
+    assert engine.residency.place is Place.AWAY
+    assert serve(engine, requests).total.drafted == 0
+    engine.residency.come_back()
+    assert engine.residency.place is Place.RESIDENT
+    after = serve(engine, requests).total
+    assert (after.drafted, after.accepted) == (before.drafted, before.accepted)
+    assert after.accepted
 
 
 def test_preemption_changes_nothing(pair):

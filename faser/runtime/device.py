@@ -34,7 +34,7 @@ class Parts:
     sampler: Sampler  # reads the history
     num_pages: int | None  # of each model, if the user chose
     kv_memory: int | None  # bytes of both models' pages, if the user chose; with neither the device chooses
-    offload: bool  # the draft's memory can be given to the target's pages (runtime/draft_memory.py)
+    offload: bool  # the draft's memory is to be lent to the target's pages where that can work
     acceptance: float | None  # accept drafts with this probability whatever the target says: for measuring
 
     @property
@@ -72,9 +72,11 @@ class Profiling:
 
 
 class DeviceExecutor(Executor, Protocol):
-    """`draft_memory` is None where the draft cannot leave the device."""
+    """An executor on a device."""
 
-    draft_memory: DraftMemory | None
+    @property
+    def draft_memory(self) -> DraftMemory | None:
+        """None where the draft cannot leave the device."""
 
 
 class Device(Protocol):

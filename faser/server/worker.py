@@ -94,13 +94,20 @@ class Worker:
                 progress = self._step()
                 self._send(progress, is_last=not self._engine.has_work)
                 checked, improves = False, True
-            elif not self._receive(REST_SECONDS if not checked else 0 if improves else None):
+            elif not self._receive(self._idle_timeout(checked, improves)):
                 if checked:
                     improves = self._improve()
                     self._send([], is_last=not improves)
                 else:
                     self._engine.scheduler.check()
                     checked = True
+
+    def _idle_timeout(self, checked: bool, improves: bool) -> float | None:
+        """Seconds to wait for a frame while there are no requests; None: for ever. A draft that is away comes back."""
+        is_away = self._engine.residency is not None and not self._engine.residency.stats.is_resident
+        if checked and improves:
+            return 0
+        return REST_SECONDS if not checked or is_away else None
 
     def _improve(self) -> bool:
         """Use an idle moment; returns whether there is more to do. An error is logged and harms no request."""

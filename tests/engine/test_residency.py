@@ -12,10 +12,10 @@ from faser.engine.engine import Engine
 from faser.engine.residency import FIRST_RETRY, Place, Residency
 from faser.errors import RequestTooLong
 from faser.policy import Fixed
-from faser.policy.residency import ResidencyRule
 from tests.ahead import Ahead, Late
 from tests.oracle import (
     SEED,
+    Never,
     OracleDraftMemory,
     RandomLengths,
     SometimesOverlap,
@@ -23,16 +23,6 @@ from tests.oracle import (
     expected_output,
     make_request,
 )
-
-
-class Never(ResidencyRule):
-    """Moves are asked for by the test."""
-
-    def why_leave(self, view, gain):
-        return None
-
-    def why_return(self, view, gain):
-        return None
 
 
 class Moving:

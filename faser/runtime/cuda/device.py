@@ -11,14 +11,18 @@ from faser.engine import prompt_pace
 from faser.errors import ConfigError
 from faser.models.config import ModelConfig
 from faser.progress import progress_bar
+from faser.runtime.cuda.draft_memory import CudaDraftMemory, Layout
 from faser.runtime.cuda.drafter import CudaDrafter, CudaModelDrafter, CudaNgramDrafter
 from faser.runtime.cuda.executor import CudaExecutor
 from faser.runtime.cuda.graphs import MIXED_BUCKETS, ROW_BUCKETS
 from faser.runtime.cuda.lanes import Lanes
 from faser.runtime.cuda.memory import MemoryLedger, explained_shortage, fitting_pages
 from faser.runtime.cuda.model import CudaModel
+from faser.runtime.cuda.pinned import require_host_memory
 from faser.runtime.cuda.sampling import Slots
+from faser.runtime.cuda.virtual_memory import MemoryDriver, open_driver
 from faser.runtime.device import Parts, Profiling, Speeds
+from faser.runtime.weights_home import WeightsHome, home_bytes, own_weights
 
 MIN_HEAD_DIM = 16  # the narrowest operand of a tensor core
 
@@ -33,6 +37,7 @@ class CudaDevice:
     max_batch_tokens = 4096
     pacing = replace(prompt_pace.GPU, row_sizes=MIXED_BUCKETS)
     offloads = True
+    open_driver = staticmethod(open_driver)  # tests have one without a GPU
     runs_ahead = True  # a step is planned while the one before it runs
     exit_depths = (0.0, 0.5)  # each further depth would need as many graphs again
     profiling = Profiling(18.0, ROW_BUCKETS, MIXED_BUCKETS, most_rows=1024, most_context=2**18, most_prompt_rows=4096)
@@ -80,14 +85,56 @@ class CudaDevice:
         if ledger is not None:
             ledger.buffers_are_made()
         page_bytes = sum(each.page_bytes for each in models)
+        driver = self._lending_driver(parts)
         num_pages = parts.num_pages
         if num_pages is None:
             assert ledger is not None, "off a GPU the number of pages is given"
-            num_pages = fitting_pages(parts, page_bytes, *torch.cuda.mem_get_info())
-        for each in models:
-            each.allocate_pages(num_pages)
+            free, total = torch.cuda.mem_get_info()
+            rounding = 0 if driver is None else parts.target.num_layers * driver.granularity
+            num_pages = fitting_pages(parts, page_bytes, free - rounding, total)
+        kv_bytes = num_pages * page_bytes
+        layout = _layout(parts, num_pages, driver.granularity) if driver is not None else None
+        if driver is not None and layout is not None:
+            executor.draft_memory = _lendable(models[0], models[1], layout, driver)
+            num_pages, kv_bytes = layout.base_pages, layout.kv_bytes
+        else:
+            for each in models:
+                each.allocate_pages(num_pages)
         with progress_bar("compiling kernels and capturing graphs") as update:
             executor.prepare(parts.usual_length, update)
         if ledger is not None:
-            log.info("%s", ledger.graphs_are_made(num_pages * page_bytes, num_pages * parts.page_size))
+            log.info("%s", ledger.graphs_are_made(kv_bytes, num_pages * parts.page_size))
         return executor, num_pages
+
+    def _lending_driver(self, parts: Parts) -> MemoryDriver | None:
+        """The driver by which the draft's memory can be lent to the target's pages; None: it cannot, or need not."""
+        if not parts.offload or parts.draft is None:
+            return None
+        weights = own_weights(parts.draft, parts.target)
+        try:
+            if not weights:
+                raise ConfigError("it has no weights of its own")
+            require_host_memory(home_bytes(weights))
+            return self.open_driver(parts.target.device)
+        except ConfigError as error:
+            log.info("the draft stays on the device: %s", error)
+            return None
+
+
+def _layout(parts: Parts, num_pages: int, granularity: int) -> Layout | None:
+    """How the memory is divided if the draft can leave; None: that would gain nothing."""
+    assert parts.draft is not None
+    layout = Layout.of(
+        (parts.target.config, parts.target.dtype), (parts.draft.config, parts.draft.dtype), parts.page_size,
+        home_bytes(own_weights(parts.draft, parts.target)), num_pages, parts.most_pages, granularity,
+        exact=parts.num_pages is not None,
+    )  # fmt: skip
+    return layout if num_pages < parts.most_pages and layout.pages_gained > 0 else None
+
+
+def _lendable(target: CudaModel, draft: CudaModel, layout: Layout, driver: MemoryDriver) -> CudaDraftMemory:
+    """Memory of the draft that the target's pages can borrow; both models' pages are in it."""
+    memory = CudaDraftMemory(layout, WeightsHome(own_weights(draft.model, target.model)), driver)
+    target.pages = memory.target_pages(target.model.config, target.page_size, target.model.dtype)
+    draft.pages = memory.draft_pages(draft.model.config, draft.page_size, draft.model.dtype)
+    return memory

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 
 from faser.arrays import NONE, IntArray
-from faser.engine.residency import DraftMemory
 from faser.errors import EngineError
 from faser.progress import Update
 from faser.runtime.cuda.compile import compile_all
 from faser.runtime.cuda.confidence import DraftConfidence
+from faser.runtime.cuda.draft_memory import CudaDraftMemory
 from faser.runtime.cuda.drafter import CudaDrafter
 from faser.runtime.cuda.early_exit import CudaEarlyExit
 from faser.runtime.cuda.graphs import ROW_BUCKETS, Shape, verification
@@ -32,13 +32,14 @@ from faser.runtime.cuda.launched import LaunchedStep, ResultBuffer
 from faser.runtime.cuda.memory import explained_shortage
 from faser.runtime.cuda.model import CudaModel
 from faser.runtime.cuda.overlap import CudaOverlap
+from faser.runtime.cuda.page_moves import move_pages
 from faser.runtime.cuda.resampling import Resampler
 from faser.runtime.cuda.sampling import Slots, inverse_temperature, mixed_seed
 from faser.runtime.cuda.transfer import send
 from faser.runtime.cuda.verifier import FIRST_TOKEN, HIT, IS_BROKEN, NUM_ACCEPTED, CudaVerifier
 from faser.runtime.device import Parts
 from faser.runtime.sampling import BROKEN
-from faser.step import Admission, StepPlan, StepResult
+from faser.step import Admission, PageMoves, StepPlan, StepResult
 
 PROMPT_ROWS = (8, 16, 32, 1 << 30)  # sizes of prompts that take kernels of their own
 MAX_STEPS = 2  # steps submitted and not collected
@@ -69,7 +70,7 @@ class CudaExecutor:
         self._steps: deque[LaunchedStep] = deque()
         self._runs_ahead = runs_ahead
         self._is_compiled = False
-        self.draft_memory: DraftMemory | None = None
+        self.draft_memory: CudaDraftMemory | None = None  # the draft can leave the device
         # optional mechanisms
         self._confidence: DraftConfidence | None = None
         self.early_exit: CudaEarlyExit | None = None
@@ -90,6 +91,8 @@ class CudaExecutor:
         """Enqueue a step. The device runs steps in the order they are submitted in."""
         self.finish_launch()
         with torch.inference_mode(), explained_shortage(EngineError):
+            if plan.moves is not None:
+                move_pages(self.target.pages, plan.moves)
             self._resampler.release(plan.released)
             self._admit(plan.admitted)
             self.target.apply(plan.target_pages)
@@ -209,9 +212,11 @@ class CudaExecutor:
             self._buffers.append(step.results)
 
     def close(self) -> None:
-        """Parts of the device are given back. Everything else goes with the tensors and graphs."""
+        """Parts of the device and its virtual memory are given back. Everything else goes with tensors and graphs."""
         self.discard()
         self.forget_overlap()
+        if self.draft_memory is not None:
+            self.draft_memory.close()
 
     def _admit(self, admitted: Sequence[Admission]) -> None:
         if not admitted:
@@ -274,6 +279,8 @@ class CudaExecutor:
         everybody = Shape(self.target.requests.slots.shape[0], 0, 0, 0)
         for overlaps in (False, True):
             yield partial(self.verifier.judge, everybody, overlaps=overlaps)
+        if self.draft_memory is not None:
+            yield partial(move_pages, self.target.pages, PageMoves(np.zeros(1, np.int64), np.ones(1, np.int64)))
 
     @torch.inference_mode()
     def prepare_overlap(self, splits: Collection[int], update: Update = lambda done, total: None) -> None:

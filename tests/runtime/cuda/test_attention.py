@@ -179,6 +179,16 @@ def test_requests_may_share_pages(place):
     assert_attends(step, config_of(Shape(), 4, 2))
 
 
+@pytest.mark.parametrize("rows_per_tile", [4, 16])
+def test_entries_of_the_table_behind_a_context_are_not_followed(place, rows_per_tile):
+    """They may name pages whose memory was given to others."""
+    step = make_step(Shape(), [(0, 70), (30, 5), (15, 1), (16, 16)], place)
+    used = -(-(step.start + step.counts) // PAGE_SIZE)
+    for slot, num_used in zip(step.slots.tolist(), used.tolist(), strict=True):
+        step.table[slot, num_used:] = 10**9
+    assert_attends(step, config_of(Shape(), rows_per_tile, 3))
+
+
 def test_workspaces_share_memory_and_keep_their_addresses():
     memory = Memory("cpu")
     sizes = [(1, 9), (3, 10), (2, 4)]  # splits, rows
