@@ -97,6 +97,8 @@ class CudaDevice:
         if driver is not None and layout is not None:
             executor.draft_memory = _lendable(models[0], models[1], layout, driver)
             num_pages, kv_bytes = layout.base_pages, layout.kv_bytes
+            gained = layout.pages_gained, 100 * layout.pages_gained / num_pages
+            log.info("the draft can leave the device: then there are %d more KV pages (+%.0f %%)", *gained)
         else:
             for each in models:
                 each.allocate_pages(num_pages)

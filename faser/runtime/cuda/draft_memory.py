@@ -234,7 +234,7 @@ class CudaDraftMemory:
                 if next(self._not_resident(), None) is not None:
                     return False
                 self.loader.begin()
-                self._is_loading = True
+            self._is_loading = False  # if the next line fails, the next call begins again
             self._is_loading = not self.loader.is_done()
         return not self._is_loading
 

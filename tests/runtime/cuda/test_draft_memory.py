@@ -202,9 +202,11 @@ class SlowLoader:
         self._loader = loader
         self._failures = failures
         self._asked = 0
+        self.num_begun = 0
 
     def begin(self) -> None:
         self._asked = 0
+        self.num_begun += 1
 
     def is_done(self) -> bool:
         self._asked += 1
@@ -231,6 +233,7 @@ def test_a_load_that_fails_can_be_tried_again(rig):
     with pytest.raises(MoveError, match=r"the device failed \(CUDA error: out of breath\)$"):
         rig.memory.reclaim()
     finish(rig.memory.reclaim)
+    assert rig.memory.loader.num_begun == 2
     assert rig.weights_are_right()
 
 
