@@ -280,6 +280,8 @@ def _make_executor(
     policy = options.make_policy(has_draft=draft is not None)
     device = device or make_device(options.device if options.device != "auto" else target.device.type)
     draft_model = draft if isinstance(draft, Transformer) else None
+    if options.offload == "on" and draft_model is None:
+        raise ConfigError("offload=on: there is no draft model that could leave the device; give one, or leave it out")
     limits = _limits(options, device, target, draft_model)
     # [max_running, max_model_len]; numpy's zeros take memory only where they are first written
     history = torch.from_numpy(np.zeros((limits.max_running, limits.max_model_len), dtype=np.int64))
@@ -299,18 +301,11 @@ def _make_executor(
             sampler=Sampler(limits.max_running, target.config.vocab_size, history, compiler),
             num_pages=options.num_pages,
             kv_memory=options.kv_memory,
-            offload=_offloads(options, device, draft_model),
+            offload=options.offload,
             acceptance=options.acceptance,
         )
     )
     return _Made(target, draft, policy, device, limits, executor, num_pages, options.page_size)
-
-
-def _offloads(options: EngineOptions, device: Device, draft: Transformer | None) -> bool:
-    """Whether the draft may leave the device. `on` is refused where there is no draft model that could."""
-    if options.offload == "on" and draft is None:
-        raise ConfigError("offload=on: there is no draft model that could leave the device; give one, or leave it out")
-    return draft is not None and (options.offload == "on" or (options.offload == "auto" and device.offloads))
 
 
 def _usual_length(policy: Policy, draft: Draft) -> int:

@@ -110,7 +110,7 @@ def _reach(engine: Engine, place: Place) -> None:
             raise RuntimeError(residency.stats.failure)
         (residency.leave if place is Place.AWAY else residency.come_back)()
         if residency.place is not place:  # else the policy's rule would be asked, which may want it elsewhere
-            residency.advance()
+            residency.proceed()
 
 
 @contextmanager

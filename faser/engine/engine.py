@@ -110,7 +110,7 @@ class Engine:
         """Do a little of the work that needs an idle engine; whether there is more of it."""
         if self.has_work:
             return False
-        if self.residency is not None and self.residency.advance():
+        if self.residency is not None and self.residency.proceed():
             return True
         try:
             return self._on_idle()
@@ -122,7 +122,7 @@ class Engine:
     def step(self) -> list[Progress]:
         """Run one step. If it raises, call `abandon`: the open requests cannot go on."""
         if self.residency is not None:
-            self.residency.advance()
+            self.residency.proceed()
         if not self._running and not self._launch():
             return self.scheduler.take_ended()
         if self._async is not None:

@@ -72,7 +72,7 @@ class ResidencyStats:
 
 
 class Residency:
-    """Moves the draft out and in. `advance` is called before every step, and when there are no requests."""
+    """Moves the draft out and in. `proceed` is called before every step, and when there are no requests."""
 
     def __init__(self, scheduler: Scheduler, memory: DraftMemory, clock: Callable[[], float]) -> None:
         self.place = Place.RESIDENT
@@ -105,7 +105,7 @@ class Residency:
             failure=self._failure,
         )
 
-    def advance(self) -> bool:
+    def proceed(self) -> bool:
         """Decide, or do the next part of a move. Whether an idle engine should call again at once."""
         match self.place:
             case Place.RESIDENT:

@@ -34,7 +34,7 @@ class Parts:
     sampler: Sampler  # reads the history
     num_pages: int | None  # of each model, if the user chose
     kv_memory: int | None  # bytes of both models' pages, if the user chose; with neither the device chooses
-    offload: bool  # the draft's memory is to be lent to the target's pages where that can work
+    offload: str  # auto, on or off: the draft's memory can be given to the target's pages (draft_memory.py)
     acceptance: float | None  # accept drafts with this probability whatever the target says: for measuring
 
     @property
@@ -88,10 +88,6 @@ class Device(Protocol):
     pacing: Pacing  # seconds of a step, and prompt rows of the first steps
     profiling: Profiling
     speeds: Speeds
-
-    @property
-    def offloads(self) -> bool:
-        """Whether `offload=auto` lets a draft leave the device."""
 
     @property
     def exit_depths(self) -> tuple[float, ...]:

@@ -120,7 +120,7 @@ class Replica:
         """Time without requests, in which the draft may come back."""
         residency = self.engine.residency
         while residency is not None and residency.place is not Place.RESIDENT and self.time.now() < seconds:
-            residency.advance()
+            residency.proceed()
             self.time.reach(min(seconds, self.time.now() + IDLE_SECONDS))
         self.time.reach(seconds)
 

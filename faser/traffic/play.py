@@ -230,7 +230,7 @@ class _Play:
         The draft may come back meanwhile. Other work of idle moments is left: it would disturb the measurement.
         """
         started, residency = self._now(), self._engine.residency
-        longest = MOVE_SLEEP if residency is not None and residency.advance() else LONGEST_SLEEP
+        longest = MOVE_SLEEP if residency is not None and residency.proceed() else LONGEST_SLEEP
         if self._next < len(self._workload.items):
             self._clock.sleep(min(longest, max(0.0, self._workload.items[self._next].arrival - started)))
         return self._now() - started

@@ -52,7 +52,7 @@ class StubResidency:
     def __init__(self, stats: ResidencyStats) -> None:
         self.stats = stats
 
-    def advance(self) -> bool:
+    def proceed(self) -> bool:
         return False
 
 

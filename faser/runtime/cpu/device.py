@@ -33,7 +33,6 @@ class CpuDevice:
     pacing = prompt_pace.CPU
     exit_depths = DEPTHS
     splits = (0,)
-    offloads = False  # the copy of the weights would stay in the same memory
     # From some dozen rows on, seconds are linear in rows: few sizes are measured, and larger ones extrapolated.
     profiling = Profiling(6.0, (), (), most_rows=64, most_context=4096, most_prompt_rows=128, has_lanes=False)
     speeds = Speeds(10e9, 40e9, layer_seconds=2e-4, host_seconds=1e-3, stop_seconds=2e-4)
@@ -53,7 +52,7 @@ class CpuDevice:
         if parts.acceptance is not None:
             raise ConfigError("synthetic acceptance is for measuring a GPU; the CPU device has none")
         num_pages = parts.num_pages or self._num_pages(parts)
-        gained = _pages_gained(parts, num_pages) if parts.offload else 0
+        gained = _pages_gained(parts, num_pages) if parts.offload == "on" else 0  # auto: see draft_memory.py
         target_pages = _page_block(parts.target, num_pages + gained, parts.page_size)
         drafter: Drafter | None = None
         memory: CpuDraftMemory | None = None

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from faser.build import build_engine
 from faser.config import EngineOptions
 from faser.engine.residency import Place
-from faser.errors import MoveError
+from faser.errors import ConfigError, MoveError
 from faser.models.transformer import Transformer
 from faser.policy import Fixed
 from faser.policy.residency import ResidencyRule
@@ -262,8 +262,12 @@ def test_without_host_memory_the_draft_stays_and_the_log_says_why(device, monkey
     config = replace(CONFIGS["llama3"], num_layers=1, **CPU_HEADS)
     target = Transformer.random(config, 0, std=0.3)
     options = EngineOptions(policy=Fixed(2), max_running=2, page_size=PAGE_SIZE, max_batch_tokens=64, num_pages=6)
+    place = CudaDevice()
+    place.auto_offload = True
+    with pytest.raises(ConfigError, match="offload=on: the draft cannot leave the device: its copy in host memory"):
+        build_engine(on(target, device), on(make_draft(target), device), replace(options, offload="on"), device=place)
     with caplog.at_level(logging.INFO, "faser.engine"):
-        engine = build_engine(on(target, device), on(make_draft(target), device), options, device=CudaDevice())
+        engine = build_engine(on(target, device), on(make_draft(target), device), options, device=place)
     assert engine.executor.draft_memory is None
     assert "the draft stays on the device: its copy in host memory takes" in caplog.text
 
