@@ -118,6 +118,72 @@ def test_an_error_carries_cudas_name():
         _done((_Status,))
 
 
+class Calls:
+    """The driver's calls without a GPU: recorded, and answered as CUDA answers. `failing` names calls that fail."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.driver = pytest.importorskip("cuda.bindings.driver")
+        self.failing: set[str] = set()
+        self.made: list[tuple] = []
+        monkeypatch.setattr(torch.cuda, "init", lambda: None)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+        values = {
+            "cuDeviceGet": 1, "cuDeviceGetAttribute": 1, "cuMemGetAllocationGranularity": 2**21,
+            "cuMemAddressReserve": 2**40, "cuMemCreate": "handle", "cuMemMap": None, "cuMemSetAccess": None,
+            "cuMemUnmap": None, "cuMemRelease": None, "cuMemAddressFree": None, "cuMemHostRegister": None,
+            "cuMemHostUnregister": None,
+        }  # fmt: skip
+        for name, value in values.items():
+            monkeypatch.setattr(self.driver, name, self._call(name, value))
+
+    def _call(self, name, value):
+        def call(*given):
+            self.made.append((name, *given))
+            if name in self.failing:
+                return (self.driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY, *([] if value is None else [None]))
+            return (self.driver.CUresult.CUDA_SUCCESS, *([] if value is None else [value]))
+
+        return call
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    return Calls(monkeypatch)
+
+
+def test_a_mapping_that_cannot_be_made_accessible_is_undone(calls):
+    driver = open_driver(torch.device("cuda"))
+    assert driver.granularity == 2**21
+    address, handle = driver.reserve(2**22), driver.create(2**21)
+    calls.failing.add("cuMemSetAccess")
+    calls.made.clear()
+    with pytest.raises(MoveError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+        driver.map(address, 2**21, handle)
+    assert [name for name, *_ in calls.made] == ["cuMemMap", "cuMemSetAccess", "cuMemUnmap"]
+    assert calls.made[0][1:] == (address, 2**21, 0, handle, 0)
+
+
+def test_memory_is_made_on_the_current_gpu_and_readable_there(calls):
+    driver = open_driver(torch.device("cuda"))
+    driver.create(2**21)
+    kind = calls.made[-1][2]
+    assert (kind.location.id, kind.location.type) == (1, calls.driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
+    assert kind.type == calls.driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    driver.map(2**40, 2**21, "handle")
+    (access,) = calls.made[-1][3]
+    assert access.location.id == 1
+    assert access.flags == calls.driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+
+
+def test_a_gpu_without_virtual_memory_has_no_driver(calls, monkeypatch):
+    calls.failing.add("cuDeviceGetAttribute")
+    with pytest.raises(ConfigError, match=r"no virtual memory for this GPU \(CUDA_ERROR_OUT_OF_MEMORY\)"):
+        open_driver(torch.device("cuda"))
+    monkeypatch.setattr(calls.driver, "cuDeviceGetAttribute", lambda *_: (calls.driver.CUresult.CUDA_SUCCESS, 0))
+    with pytest.raises(ConfigError, match="SUPPORTED is 0"):
+        open_driver(torch.device("cuda"))
+
+
 # ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
