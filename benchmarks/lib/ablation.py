@@ -42,7 +42,7 @@ MEANINGS = {
     "batch-wide": "ablation of faser, step 1: one length for the whole batch, at least 1",
     "+ per request": "ablation, step 2 adds a length for each request; all still draft until the longest is reached",
     "+ ragged": "ablation, step 3 adds ragged drafting: each request stops at its own length",
-    "+ confidence": "ablation, step 4 adds a look at the draft's confidence: a draft may stop early",
+    "+ confidence": "ablation, step 4 adds confidence checks: a draft may stop early",
     "+ off": "ablation, step 5 adds length 0: a request may draft nothing; this is all of faser",
     "+ early exit": "faser, and drafts may leave a verification before its last layer",
     "+ overlap": "faser with early exit, and drafting beside verification where the engine expects it to pay",

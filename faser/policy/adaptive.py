@@ -73,7 +73,7 @@ class Adaptive(Policy):
         self._measured = MeasuredGain()
         self._plain_seconds: dict[int, float] = {}  # latest prediction for a step without drafts, by requests
         self._stopping: Stopping | None = None
-        self._prompt_rows = self._seconds = 0.0  # decaying sums over steps
+        self._prompt_rows = self._prompt_seconds = self._seconds = 0.0  # decaying sums over steps
         self._prompt_share = 0.0  # share of recent steps that have prompts
 
     def learn(self, outcome: Outcome) -> None:
@@ -86,6 +86,7 @@ class Adaptive(Policy):
         self._measured.learn(outcome, self._plain_seconds.get(outcome.slots.size, 0.0))
         kept = math.exp(-outcome.seconds / TRAFFIC_SECONDS)
         self._prompt_rows = kept * self._prompt_rows + outcome.num_prefill_rows
+        self._prompt_seconds = kept * self._prompt_seconds + outcome.seconds * (outcome.num_prefill_rows > 0)
         self._seconds = kept * self._seconds + outcome.seconds
         self._prompt_share += (1 - PROMPT_SHARE_DECAY) * ((outcome.num_prefill_rows > 0) - self._prompt_share)
 
@@ -140,7 +141,11 @@ class Adaptive(Policy):
         assert view.cost is not None
         batch = _DecodingBatch(view, view.cost)
         fastest = _StepPrices(batch, _DraftOrder.of(self._survival(view))).fastest()
-        return 1.0 if fastest is None else batch.plain_seconds / (batch.size * fastest.seconds_per_token)
+        if fastest is None:
+            return 1.0
+        gain = batch.plain_seconds / (batch.size * fastest.seconds_per_token)
+        # beside prompts drafts take rows and time that prompts could have
+        return 1.0 + (gain - 1.0) * (1.0 - self._prompt_seconds / max(self._seconds, 1e-9))
 
     def residency_rule(self) -> ResidencyRule:
         return Regret()

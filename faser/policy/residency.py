@@ -81,18 +81,19 @@ class FreePages(ResidencyRule):
 
 
 class Regret(ResidencyRule):
-    """The rule of `faser`: move when staying has cost more seconds than the move and its way back will.
+    """The rule of `faser`: move when staying has cost clearly more seconds than the move and its way back will.
 
     Between two calls, the share of time that the other place would have saved is added up, and what it would have lost
-    is taken off; the sum never falls below zero. So a load that swings faster than a move pays causes no move, and the
-    seconds lost by waiting are at most those of one move.
+    is taken off; the sum never falls below zero. So a load that swings faster than a move pays causes no move, and what
+    waiting costs is bounded by what a move costs.
 
     Speeds come from the cost model. While resident: requests that the pages hold, drafting where that pays. Away: more
     requests where some wait, and no drafts.
     """
 
     PART_SECONDS = 0.02  # of a move, without loading
-    MARGIN = 1.02  # the other place must be faster by this factor
+    PATIENCE = 2.0  # a move is made when staying has cost this many times its seconds
+    MARGIN = 1.05  # the other place must be faster by this factor
     SPARE = 0.8  # share of the base pages that may be held when the draft comes back
     GAIN_SECONDS = 0.1  # between two evaluations of the expected gain
     MAX_GAP = 0.5  # seconds that one call may count
@@ -108,14 +109,17 @@ class Regret(ResidencyRule):
         seconds = self._elapsed(view.now)
         preempted = view.num_preemptions > self._preemptions
         self._preemptions = view.num_preemptions
-        if not (view.lacks_pages or preempted) or view.cost is None or not view.num_running:
-            self._regret = max(0.0, self._regret - seconds)
+        if view.cost is None or not view.num_running:
+            return None
+        if not (view.lacks_pages or preempted):
+            if not view.num_waiting:  # else the next request happens to fit
+                self._regret = max(0.0, self._regret - seconds)
             return None
         most = view.num_running + min(max(view.num_waiting, int(preempted)), view.num_free_slots)
         more = min(view.num_running * (1 + view.pages_gained / view.num_pages), most)
         resident = self._current_gain(view.now, gain) * _speed(view, view.num_running) * self.MARGIN
         self._add(seconds, away := _speed(view, more), resident)
-        if self._regret < self._move_seconds(view):
+        if self._regret < self.PATIENCE * self._move_seconds(view):
             return None
         self._forget()
         return (
@@ -137,7 +141,7 @@ class Regret(ResidencyRule):
         return self._decide_return(view, f"drafting is expected to be {faster:.2f} times as fast") if fits else None
 
     def _decide_return(self, view: ResidencyView, reason: str) -> str | None:
-        if self._regret < self._move_seconds(view):
+        if self._regret < self.PATIENCE * self._move_seconds(view):
             return None
         self._forget()
         return reason

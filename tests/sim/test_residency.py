@@ -111,7 +111,7 @@ def test_a_wave_as_short_as_a_move_causes_nearly_no_moves_and_loses_nothing(high
 
 
 def test_in_a_long_wave_the_draft_leaves_and_returns_once_per_period():
-    wave = square_wave(1, 10, 40.0, 120.0)
+    wave = square_wave(1, 10, 40.0, 140.0)  # three periods and a quiet half
     found, replica = run(wave)
     assert moves(replica) == 2 * 3
     assert replica.engine.residency.place is Place.RESIDENT
