@@ -50,12 +50,20 @@ from benchmarks.cuda_steps import VOCABULARY, make_model
 from benchmarks.lib import residency_traffic as traffic
 from benchmarks.lib.journal import Figures, Journal, describe, failures
 from benchmarks.lib.models import DRAFT, inflated_pair, make_tiny_models
-from benchmarks.lib.residency_traffic import COLUMNS, Column, TrafficSizes, bring_home, send_away, workload_of
+from benchmarks.lib.residency_traffic import (
+    COLUMNS,
+    Column,
+    TrafficSizes,
+    bring_home,
+    residency_of,
+    send_away,
+    workload_of,
+)
 from faser.bench.systems import load_vocabulary
 from faser.build import build_engine
 from faser.config import EngineOptions
 from faser.engine.engine import Engine
-from faser.engine.residency import Place, Residency
+from faser.engine.residency import Place
 from faser.models.transformer import Transformer
 from faser.policy import Fixed
 from faser.policy.residency import ExpectedGain, ResidencyRule, ResidencyView
@@ -167,11 +175,6 @@ class Models:
         if engine.residency is None:
             raise RuntimeError("the draft of this engine cannot leave the device")
         return engine
-
-
-def residency_of(engine: Engine) -> Residency:
-    assert engine.residency is not None
-    return engine.residency
 
 
 def gpu_bytes() -> int | None:

@@ -38,7 +38,9 @@ def processor_name() -> str:
     return named[0] if named else platform.machine()
 
 
-_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # cgroup version 2 and 1
+# of a container, by cgroup version 2 and 1: its limit and what it uses
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_USED = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
 
 
 def memory_bytes() -> int:
@@ -48,13 +50,15 @@ def memory_bytes() -> int:
 
 
 def free_memory_bytes() -> int:
-    """Bytes of memory that a process may still take: what the system can free, at most what processes may use here."""
+    """Bytes of memory that a process may still take: what the system can free, and what its container has left."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         lines = []
     found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return min([memory_bytes(), *found])
+    containers = zip(map(_limit, _LIMITS), map(_limit, _USED), strict=True)
+    left = [max(0, limit - used) for limit, used in containers if limit is not None and used is not None]
+    return min([memory_bytes(), *found, *left])
 
 
 def _limit(path: str) -> int | None:

@@ -213,7 +213,7 @@ class OracleDraftMemory:
         self._num_draft_pages, self._base_pages = executor.draft.num_backed, base_pages
         self._parts, self._done = parts, 0
 
-    def lend(self) -> bool:
+    def offload(self) -> bool:
         self._draft.back(0)
         if not self._is_complete():
             return False
@@ -221,7 +221,7 @@ class OracleDraftMemory:
         self.is_lent = True
         return True
 
-    def reclaim(self) -> bool:
+    def load(self) -> bool:
         self._target.back(self._base_pages)
         self.is_lent = False
         if not self._is_complete():

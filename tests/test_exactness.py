@@ -200,6 +200,7 @@ def test_a_draft_that_returned_is_accepted_as_before(pair):
     before = serve(engine, requests).total
     engine.residency.leave()
     assert engine.residency.place is Place.AWAY
+    assert not any(weight.any() for weight in draft.layers[0].tensors().values()), "its memory is released"
     assert serve(engine, requests).total.drafted == 0
     engine.residency.come_back()
     assert engine.residency.place is Place.RESIDENT

@@ -14,7 +14,7 @@ from functools import partial
 from benchmarks.lib.journal import Figures
 from faser.cost.curve import Curve
 from faser.engine.engine import Engine
-from faser.engine.residency import Place
+from faser.engine.residency import Place, Residency
 from faser.sim.oracle import AcceptanceModel
 from faser.sim.replica import Machine, make_replica
 from faser.traffic.document import Run, Workload
@@ -92,25 +92,25 @@ def workload_of(options: WorkloadOptions, vocabulary: Vocabulary) -> Workload:
 # ── on an engine ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def residency_of(engine: Engine) -> Residency:
+    if engine.residency is None:
+        raise ValueError("the draft of this engine cannot leave the device")
+    return engine.residency
+
+
 def bring_home(engine: Engine) -> None:
-    """The draft comes back, if it is away. The engine is idle."""
-    _reach(engine, Place.RESIDENT)
+    """The draft comes back, if it is away. The engine has no requests."""
+    residency_of(engine).bring_back()
 
 
 def send_away(engine: Engine) -> None:
-    _reach(engine, Place.AWAY)
-
-
-def _reach(engine: Engine, place: Place) -> None:
-    residency = engine.residency
-    if residency is None:
-        raise ValueError("the draft of this engine cannot leave the device")
-    while residency.place is not place:
-        if residency.stats.failure is not None:
-            raise RuntimeError(residency.stats.failure)
-        (residency.leave if place is Place.AWAY else residency.come_back)()
-        if residency.place is not place:  # else the policy's rule would be asked, which may want it elsewhere
-            residency.proceed()
+    """The draft leaves. The engine has no requests."""
+    residency = residency_of(engine)
+    residency.leave()
+    while residency.is_moving:
+        residency.proceed()
+    if residency.place is not Place.AWAY:
+        raise RuntimeError(residency.stats.failure or f"the draft is {residency.place.value}")
 
 
 @contextmanager

@@ -51,11 +51,7 @@ class AdmissionQueue:
     @property
     def lacks_pages(self) -> bool:
         """Whether the oldest waiting request fits into a slot but not into the pages."""
-        if not self.waiting or not self._slots.free:
-            return False
-        head, pool = self.waiting[0], self._target_pages
-        missing = pool.pages_for(head.token_ids.size) - head.num_found
-        return missing + int(self._slots.running.size) > pool.num_available
+        return bool(self.waiting and self._slots.free) and self._find(self.waiting[0])[1] > 0
 
     def put_back(self, request: OpenRequest) -> None:
         """A preempted request goes before all requests that came later."""
@@ -127,11 +123,17 @@ class AdmissionQueue:
         if len(self._slots.free) <= overtakes:
             return None
         num_kept = pool.pages_for(self.waiting[0].token_ids.size) if overtakes else 0
-        names, num_idle = self._prefixes.find(request)
-        missing = pool.pages_for(request.token_ids.size) - len(names)
-        if missing + self._slots.running.size + num_kept > pool.num_available - num_idle:
+        names, num_lacking = self._find(request)
+        if num_lacking + num_kept > 0:
             return None
         slot = self._slots.free[-1]
         pool.match(slot, names)
         pool.reserve(np.array([slot]), np.array([request.token_ids.size]))
         return len(names)
+
+    def _find(self, request: OpenRequest) -> tuple[list[bytes], int]:
+        """Names of its cached pages, and how many pages more than there are it needs; spare pages count as negative."""
+        pool = self._target_pages
+        names, num_idle = self._prefixes.find(request)
+        needed = pool.pages_for(request.token_ids.size) - len(names) + int(self._slots.running.size)
+        return names, needed - (pool.num_available - num_idle)

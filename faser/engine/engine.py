@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 
 from faser.cost.profiled_cost import ProfiledCost
 from faser.cost.step_cost import StepCost
-from faser.engine.residency import Residency
+from faser.engine.residency import Place, Residency
 from faser.engine.scheduler import Scheduler
 from faser.engine.slots import OutputChecker
 from faser.engine.stats import EngineStats
@@ -110,8 +110,10 @@ class Engine:
         """Do a little of the work that needs an idle engine; whether there is more of it."""
         if self.has_work:
             return False
-        if self.residency is not None and self.residency.proceed():
-            return True
+        if self.residency is not None:
+            is_moving = self.residency.proceed()
+            if self.residency.place is not Place.RESIDENT:
+                return is_moving  # other work may need the draft
         try:
             return self._on_idle()
         except Exception:

@@ -72,7 +72,7 @@ class OverlapState:
     def move(self, plan: StepPlan, result: StepResult) -> None:
         """After a hit the rest of the chunk is the next frontier, and the draft has computed all of it but the last."""
         slots = plan.slots
-        if plan.overlap is None or result.hits is None:
+        if plan.overlap is None or result.hits is None or self._drafts.is_away:
             self._frontier[slots] = 0
             return
         self._frontier[slots] = np.where(result.hits, plan.overlap.chunk_of(result.num_drafted) - 1, 0)

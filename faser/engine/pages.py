@@ -8,7 +8,7 @@ least recently used idle page is given out.
 Only full pages with committed tokens are published, so a shared page is never written again.
 
 A pool may grow, and shrink again (residency.py). A page at or beyond the end of a pool that shrank is given out no
-more; `vacate` moves those that are still held to pages below the end.
+more; `compact` moves those that are still held to pages below the end.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class PagePool:
         free, self.num_free = self._free[: self.num_free], 0
         self._push(free.copy())
 
-    def vacate(self, num_kept: int) -> PageMoves | None:
+    def compact(self, num_kept: int) -> PageMoves | None:
         """Move the held pages beyond the end to pages below it, if `num_kept` pages then stay available.
 
         A moved page keeps its name and its holders. None: there was nothing to move, or too little room.
@@ -257,7 +257,8 @@ class PagePool:
         return self._free[self.num_free : self.num_free + total][::-1].copy()
 
     def _push(self, pages: IntArray) -> None:
-        pages = pages[pages < self.num_pages]
+        if self.num_pages < self._holders.size:
+            pages = pages[pages < self.num_pages]
         self._free[self.num_free : self.num_free + pages.size] = pages
         self.num_free += pages.size
 

@@ -6,7 +6,7 @@ is back, requests catch up as after any pause.
 
     RESIDENT ─ leave ─▶ LEAVING ─ memory lent, pool grown ─▶ AWAY
        ▲                                                      │ come back
-       └─ weights loaded ─ LOADING ◀─ pages vacated ─ VACATING ◀┘   (back to AWAY where pages get short again)
+       └─ weights loaded ─ LOADING ◀─ pages compacted ─ COMPACTING ◀┘   (back to AWAY where pages get short again)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DraftMemory(Protocol):
     """Memory that the draft's weights and KV pages share with the target's KV pages: the device's side of a move.
 
     Calls come between two steps. Each does a part of the move that takes a few milliseconds, and says whether the move
-    is complete. MoveError: it failed. Then the draft cannot run and no page was gained, and `reclaim` may be called
+    is complete. MoveError: it failed. Then the draft cannot run and no page was gained, and `load` may be called
     again at any later time.
     """
 
@@ -43,18 +43,18 @@ class DraftMemory(Protocol):
     def load_seconds(self) -> float:
         """Expected of loading the weights again."""
 
-    def lend(self) -> bool:
+    def offload(self) -> bool:
         """Give the memory to the target's pool. No step in flight uses the draft. True: the new pages can be used."""
 
-    def reclaim(self) -> bool:
-        """Take it back and load the weights. No step in flight uses a page of it. True: the draft can run."""
+    def load(self) -> bool:
+        """Take the memory back and load the weights. No step in flight uses a page of it. True: the draft can run."""
 
 
 class Place(Enum):
     RESIDENT = "resident"
     LEAVING = "leaving"
     AWAY = "away"
-    VACATING = "vacating"  # pages that the draft's memory holds are being emptied
+    COMPACTING = "compacting"  # pages that the draft's memory holds are being emptied
     LOADING = "loading"
 
 
@@ -68,7 +68,7 @@ class ResidencyStats:
     num_pages: int  # of the target's pool now
     pages_gained: int  # of these, in the draft's memory
     last_move_seconds: float
-    failure: str | None  # why the draft could not come back; None: nothing failed, or it is back
+    failure: str | None  # why the latest move failed; None: it did not, or the draft is back
 
 
 class Residency:
@@ -105,24 +105,29 @@ class Residency:
             failure=self._failure,
         )
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether a move is under way. A failed one rests until it is tried again."""
+        return self.place not in (Place.RESIDENT, Place.AWAY) and self._clock() >= self._retry_at
+
     def proceed(self) -> bool:
         """Decide, or do the next part of a move. Whether an idle engine should call again at once."""
         match self.place:
             case Place.RESIDENT:
-                reason = self._ask_rule().why_leave(self._view(), self._expected_gain)
+                reason = self._ask_rule().why_leave(self._view(), self._scheduler.expected_gain)
                 if reason is not None:
                     self._begin_leave(reason)
             case Place.LEAVING:
-                self._lend()
+                self._offload()
             case Place.AWAY:
-                reason = self._ask_rule().why_return(self._view(), self._expected_gain)
-                if reason is not None and self._clock() >= self._retry_at:
+                reason = self._ask_rule().why_return(self._view(), self._scheduler.expected_gain)
+                if reason is not None:
                     self._begin_return(reason)
-            case Place.VACATING:
-                self._vacate()
+            case Place.COMPACTING:
+                self._compact()
             case Place.LOADING:
                 self._load()
-        return self.place not in (Place.RESIDENT, Place.AWAY) and self._clock() >= self._retry_at
+        return self.is_moving
 
     def leave(self, reason: str = "asked to") -> None:
         """Begin to leave, whatever the rule says."""
@@ -134,22 +139,30 @@ class Residency:
         if self.place is Place.AWAY:
             self._begin_return(reason)
 
+    def bring_back(self) -> None:
+        """Come back at once. There are no requests. Raises MoveError where it cannot."""
+        while self.place is not Place.RESIDENT:
+            if self._failure is not None:
+                raise MoveError(self._failure)
+            self.come_back()
+            if self.is_moving:
+                self.proceed()
+
     # ── leaving ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _begin_leave(self, reason: str) -> None:
         self._began = self._left = self._clock()
-        self._scheduler.drafts.is_away = True
+        self._scheduler.stop_drafting()
         self._barrier = self._scheduler.num_planned
         self.place = Place.LEAVING
         self._reason = reason
-        self._lend()
+        self._offload()
 
-    def _lend(self) -> None:
+    def _offload(self) -> None:
         if self._scheduler.num_landed < self._barrier:
             return
-        self._scheduler.drop_draft_pages()
         try:
-            if not self._memory.lend():
+            if not self._memory.offload():
                 return
         except MoveError as error:
             self._fail(f"its memory could not be given to the KV cache ({error})")
@@ -166,16 +179,17 @@ class Residency:
         pool = self._scheduler.target_pages
         if pool.num_pages > pool.base_pages:
             pool.shrink(pool.base_pages)
-        self.place = Place.VACATING
-        self._vacate()
+        self.place = Place.COMPACTING
+        self._compact()
 
-    def _vacate(self) -> None:
+    def _compact(self) -> None:
         pool = self._scheduler.target_pages
         if pool.num_beyond:
             is_short = pool.num_available < self._scheduler.num_running  # the next steps would preempt
             if is_short or self._scheduler.lacks_pages:  # requests need the pages that were to be given up
                 pool.grow(pool.base_pages + self._memory.pages_gained)
                 self.place = Place.AWAY
+                log.info("the draft stays away: requests need its memory again")
             return
         self._barrier = self._scheduler.num_planned
         self.place = Place.LOADING
@@ -185,7 +199,7 @@ class Residency:
         if self._scheduler.num_landed < self._barrier or self._clock() < self._retry_at:
             return
         try:
-            if not self._memory.reclaim():
+            if not self._memory.load():
                 return
         except MoveError as error:
             self._fail(f"it could not be loaded ({error})")
@@ -232,9 +246,6 @@ class Residency:
             last_drafted=scheduler.last_drafted,
             cost=scheduler.drafts.cost,
         )
-
-    def _expected_gain(self) -> float:
-        return self._scheduler.expected_gain()
 
     @property
     def _gained_percent(self) -> float:

@@ -192,7 +192,7 @@ class Scheduler:
         self._in_flight.free_held()
         self._cancelling = []
         for request in list(self._requests.values()):
-            self._drop(request, reason)
+            self._drop(request, reason, publish=False)  # rows and moves of the steps in flight may not have been made
         return self.take_ended()
 
     def check(self) -> None:
@@ -205,9 +205,13 @@ class Scheduler:
 
     # ── residency ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def drop_draft_pages(self) -> None:
-        """The draft's KV is void. Requests catch up if they ever draft again."""
+    def stop_drafting(self) -> None:
+        """No further plan drafts, and the draft's KV is void. Requests catch up if they ever draft again.
+
+        Plans in flight may still write the draft's pages. Nobody takes these pages before `drafts.is_away` is reset.
+        """
         assert self.draft_pages is not None
+        self.drafts.is_away = True
         self.draft_pages.clear()
         self.prefixes.forget_draft()
 
@@ -297,7 +301,7 @@ class Scheduler:
         if not runs.all():
             slots, start, num_rows, decoding = slots[runs], start[runs], num_rows[runs], decoding[runs]
         drafting = drafting.spread(decoding)
-        moves = self.target_pages.vacate(num_kept=self.num_running) if self.target_pages.num_beyond else None
+        moves = self.target_pages.compact(num_kept=self.num_running) if self.target_pages.num_beyond else None
         admitted, released = self._slots.take_changes()
         target_writes, draft_writes = self._pools.take_writes()
         return StepPlan(
@@ -329,10 +333,12 @@ class Scheduler:
 
     # ── ends ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _drop(self, request: OpenRequest, reason: FinishReason, error: str | None = None) -> None:
+    def _drop(
+        self, request: OpenRequest, reason: FinishReason, error: str | None = None, *, publish: bool = True
+    ) -> None:
         """End a request that waits or runs. If its step went wrong, nothing it computed is offered to others."""
         finish = request.finish(reason, self._slots.stats(request), error=error)
-        self._close(request, publish=error is None)
+        self._close(request, publish=publish and error is None)
         self._untold.append(Progress(request.request.id, [], None, finish))
 
     def _drop_cancelled(self) -> None:

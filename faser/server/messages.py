@@ -108,7 +108,7 @@ class DraftResidency(msgspec.Struct, frozen=True, array_like=True):
     moves: int
     pages_gained: int  # of the target's pages, those in the draft's memory
     last_move_seconds: float
-    failure: str | None  # why the draft could not come back; None: nothing failed, or it is back
+    failure: str | None  # why the latest move failed; None: it did not, or the draft is back
 
 
 class Snapshot(msgspec.Struct, frozen=True, array_like=True):
@@ -148,7 +148,7 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def kv_used(self) -> float:
-        """Share of the target's pages in use. Pages that are being vacated may lie beyond the end of the pool."""
+        """Share of the target's pages in use. Pages of a pool that shrank may lie beyond its end."""
         return min(1.0, self.pages_held / self.num_pages)
 
     @property
@@ -158,9 +158,9 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def kv_gained(self) -> float | None:
-        """Share by which the target's pool is larger because the draft is away; None while the draft is resident."""
-        away = self.residency if self.residency is not None and not self.residency.is_resident else None
-        return away.pages_gained / self._base_pages if away is not None else None
+        """Share by which the target's pool is larger because the draft is away; None: it is not."""
+        gained = self.residency.pages_gained if self.residency is not None else 0
+        return gained / self._base_pages if gained else None
 
     @property
     def draft_failure(self) -> str | None:

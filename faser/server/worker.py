@@ -21,6 +21,7 @@ from typing import TypeVar
 import numpy as np
 
 from faser.engine.engine import Engine
+from faser.engine.residency import Place
 from faser.errors import FaserError, InvalidRequest
 from faser.progress import progress_bar
 from faser.request import Finish, FinishReason, Progress, Request
@@ -97,24 +98,26 @@ class Worker:
             elif not self._receive(self._idle_timeout(checked, improves)):
                 if checked:
                     improves = self._improve()
-                    self._send([], is_last=not improves)
+                    if self._engine.residency is not None:
+                        self._send([], is_last=not improves)
                 else:
                     self._engine.scheduler.check()
                     checked = True
 
     def _idle_timeout(self, checked: bool, improves: bool) -> float | None:
         """Seconds to wait for a frame while there are no requests; None: for ever. A draft that is away comes back."""
-        is_away = self._engine.residency is not None and not self._engine.residency.stats.is_resident
-        if checked and improves:
+        residency = self._engine.residency
+        if (checked and improves) or (residency is not None and residency.is_moving):
             return 0
-        return REST_SECONDS if not checked or is_away else None
+        is_away = residency is not None and residency.place is not Place.RESIDENT
+        return REST_SECONDS if is_away or not checked else None
 
     def _improve(self) -> bool:
         """Use an idle moment; returns whether there is more to do. An error is logged and harms no request."""
         try:
             return self._engine.use_idle_moment()
         except Exception:
-            log.exception("work in an idle moment failed; it is not tried again before the next request")
+            log.exception("work in an idle moment failed")
             return False
 
     def _step(self) -> list[Progress]:

@@ -19,13 +19,13 @@ class SimDraftMemory:
         self._lent_seconds = 0.0  # of lending, done so far
         self._loaded_at: float | None = None  # when the weights that are being loaded will be there
 
-    def lend(self) -> bool:
+    def offload(self) -> bool:
         part = min(PART_SECONDS, self._lend_seconds - self._lent_seconds)
         self._time.sleep(part)
         self._lent_seconds += part
         return self._lent_seconds >= self._lend_seconds
 
-    def reclaim(self) -> bool:
+    def load(self) -> bool:
         if self._loaded_at is None:
             self._loaded_at = self._time.now() + self.load_seconds
         if self._time.now() < self._loaded_at:

@@ -63,6 +63,8 @@ def set_policy(engine: Engine, text: str) -> None:
 
 
 def take_policy(engine: Engine, policy: Policy) -> None:
+    if engine.residency is not None:
+        engine.residency.bring_back()  # every run begins alike, and graphs of the draft may be captured
     engine.scheduler.drafts.policy = policy
     prepare = getattr(engine.executor, "prepare", None)
     if prepare is not None:

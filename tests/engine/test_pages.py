@@ -171,10 +171,10 @@ def test_a_page_moves_below_the_end_with_its_name_and_for_all_its_holders():
     assert pool.match(2, names_of(tokens)) == 1
     pool.take_writes()
     pool.shrink(2)
-    assert pool.vacate(0) is None, "there is no room"
+    assert pool.compact(0) is None, "there is no room"
     pool.release(0)
-    assert pool.vacate(2) is None, "it would leave fewer pages than are to be kept"
-    moves = pool.vacate(1)
+    assert pool.compact(2) is None, "it would leave fewer pages than are to be kept"
+    moves = pool.compact(1)
     page = int(pool.table[1, 0])
     assert (moves.sources.tolist(), moves.destinations.tolist()) == ([2], [page])
     assert page == pool.table[2, 0] < 2
@@ -184,7 +184,7 @@ def test_a_page_moves_below_the_end_with_its_name_and_for_all_its_holders():
     pool.check()
 
 
-def test_a_pool_may_grow_again_before_it_is_vacated():
+def test_a_pool_may_grow_again_before_it_is_compactd():
     pool = PagePool(2, SIZE, SLOTS, MOST, most_pages=5)
     pool.grow(5)
     assert pool.reserve(one(0), one(3 * SIZE))
@@ -222,9 +222,9 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.shrink(num_pages)
 
     @rule(num_kept=st.integers(0, 3))
-    def vacate(self, num_kept: int) -> None:
+    def compact(self, num_kept: int) -> None:
         available, beyond = self.pool.num_available, self.pool.num_beyond
-        moves = self.pool.vacate(num_kept)
+        moves = self.pool.compact(num_kept)
         if moves is None:
             assert not beyond or beyond + num_kept > available
         else:

@@ -10,8 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from faser.engine.engine import Engine
 from faser.engine.residency import FIRST_RETRY, Place, Residency
-from faser.errors import RequestTooLong
-from faser.policy import Fixed
+from faser.errors import MoveError, RequestTooLong
 from tests.ahead import Ahead, Late
 from tests.oracle import (
     SEED,
@@ -25,14 +24,29 @@ from tests.oracle import (
 )
 
 
-class Moving:
-    """An engine over the oracle whose draft moves when told to."""
+class Lengths(RandomLengths):
+    """Up to `most` tokens at random; the draft moves when the test says so."""
 
-    def __init__(self, policy=None, *, pages_gained=16, parts=1, ahead=None, **options) -> None:
-        policy = policy or Fixed(3)
-        policy_rule = Never()
-        object.__setattr__(policy, "residency_rule", lambda: policy_rule)
-        self.world = World(policy, pages_gained=pages_gained, **options)
+    def residency_rule(self):
+        return Never()
+
+
+class Hesitant(Late):
+    """Sometimes no step can be planned ahead."""
+
+    def __init__(self, inner) -> None:
+        super().__init__(inner)
+        self.random = np.random.default_rng(0)
+
+    def may_run_ahead(self, plan) -> bool:
+        return bool(self.random.random() < 0.5)
+
+
+class Moving:
+    """An engine over the oracle whose draft moves when told to. Requests draft up to `most` tokens."""
+
+    def __init__(self, most=3, seed=0, *, pages_gained=16, parts=1, ahead=None, **options) -> None:
+        self.world = World(Lengths(most, seed), pages_gained=pages_gained, **options)
         self.now = 0.0
         pool = self.world.target
         self.memory = OracleDraftMemory(self.world.executor, pool.base_pages, pages_gained, parts)
@@ -109,7 +123,7 @@ def test_output_does_not_change_when_the_draft_leaves_and_returns(ahead):
 
 @WAYS
 def test_pages_in_the_drafts_memory_are_used_and_moved_back(ahead):
-    moving = Moving(RandomLengths(3), num_pages=12, pages_gained=12, max_running=4, max_batch_tokens=64, ahead=ahead)
+    moving = Moving(num_pages=12, pages_gained=12, max_running=4, max_batch_tokens=64, ahead=ahead)
     moving.residency.leave()
     moving.until(Place.AWAY)
     requests = requests_of(4, prompt=12, max_tokens=9)
@@ -133,7 +147,7 @@ def test_pages_in_the_drafts_memory_are_used_and_moved_back(ahead):
 
 
 def test_a_moved_page_keeps_its_name_and_its_sharers():
-    moving = Moving(Fixed(0), num_pages=6, pages_gained=20, max_batch_tokens=64)
+    moving = Moving(0, num_pages=6, pages_gained=20, max_batch_tokens=64)
     pool = moving.world.target
     prompt = [1, 0, 1, 1, 0, 0, 1, 0, 1]
     moving.residency.leave()
@@ -162,7 +176,7 @@ def test_a_moved_page_keeps_its_name_and_its_sharers():
 
 
 def test_the_return_waits_for_room_and_preempts_nobody():
-    moving = Moving(Fixed(0), num_pages=8, pages_gained=8, max_batch_tokens=64)
+    moving = Moving(0, num_pages=8, pages_gained=8, max_batch_tokens=64)
     moving.residency.leave()
     moving.until(Place.AWAY)
     requests = requests_of(4, prompt=10, max_tokens=5)
@@ -182,7 +196,7 @@ def test_the_return_waits_for_room_and_preempts_nobody():
 
 
 def test_the_return_is_given_up_when_requests_need_the_pages():
-    moving = Moving(Fixed(0), num_pages=8, pages_gained=8, max_batch_tokens=64)
+    moving = Moving(0, num_pages=8, pages_gained=8, max_batch_tokens=64)
     moving.residency.leave()
     moving.until(Place.AWAY)
     filler, other = make_request("filler", [2] * 28, 3), make_request("other", [1] * 12, 12)
@@ -192,7 +206,7 @@ def test_the_return_is_given_up_when_requests_need_the_pages():
     while "filler" not in moving.world.finished:
         moving.step()
     moving.residency.come_back()
-    assert moving.place is Place.VACATING
+    assert moving.place is Place.COMPACTING
     late = make_request("late", [0] * 29, 2)
     moving.add(late)
     moving.step()
@@ -245,8 +259,78 @@ def test_a_failed_move_leaves_the_engine_serving_and_is_tried_again(when, caplog
     moving.assert_exact(*requests)
 
 
+def test_pages_of_an_abandoned_step_are_offered_to_nobody():
+    moving = Moving(0, num_pages=6, pages_gained=20, max_batch_tokens=64)
+    moving.residency.leave()
+    moving.until(Place.AWAY)
+    prompt = [1, 0, 1, 1, 0, 0, 1, 0, 1]
+    filler, other = make_request("filler", [2] * 20, 2), make_request("other", prompt, 8)
+    moving.add(filler)
+    moving.step()
+    moving.add(other)
+    while len(moving.world.tokens["other"]) < 4:
+        moving.step()
+    moving.world.target.shrink(6)
+    assert moving.world.scheduler.plan().moves is not None
+    moving.world.receive(moving.engine.abandon())
+    again = make_request("again", [*prompt, *moving.world.tokens["other"]], 3)
+    moving.add(again)
+    moving.drain()
+    moving.assert_exact(again)
+
+
+def test_the_draft_leaves_while_steps_that_share_pages_are_in_flight():
+    moving = Moving(ahead=Hesitant, num_pages=40)
+    requests = [make_request(str(i), [0, 1, 1, 0] * 3 + [i % 3], 12) for i in range(8)]
+    for request in requests:
+        moving.add(request)
+    for _ in range(12):
+        moving.step(2)
+        moving.residency.leave()
+        moving.step(2)
+        moving.world.scheduler.check()
+        moving.residency.come_back()
+    moving.drain()
+    moving.assert_exact(*requests)
+
+
+def test_idle_work_waits_for_the_draft():
+    moving = Moving()
+    calls = []
+    moving.engine._on_idle = lambda: bool(calls.append(None))
+    moving.residency.leave()
+    moving.until(Place.AWAY)
+    assert not moving.engine.use_idle_moment()
+    assert not calls
+    moving.residency.bring_back()
+    moving.engine.use_idle_moment()
+    assert len(calls) == 1
+
+
+def test_a_draft_that_cannot_be_brought_back_says_so():
+    moving = Moving()
+    moving.residency.leave()
+    moving.memory.failures = 1
+    with pytest.raises(MoveError, match="for a test"):
+        moving.residency.bring_back()
+
+
+def test_a_request_whose_cached_pages_are_the_only_free_ones_lacks_pages():
+    moving = Moving(0, num_pages=8, max_batch_tokens=64)
+    prompt = [1, 0, 1, 1] * 4
+    moving.add(make_request("first", prompt, 1))
+    moving.drain()
+    moving.add(make_request("long", [2] * 14, 6))
+    moving.step()
+    moving.add(make_request("again", [*prompt, *[0] * 8], 2))
+    moving.step()
+    scheduler = moving.world.scheduler
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
+    assert scheduler.lacks_pages
+
+
 def test_a_step_that_fails_with_moves_in_flight_offers_no_unknown_page():
-    moving = Moving(Fixed(0), num_pages=6, pages_gained=20, max_batch_tokens=64)
+    moving = Moving(0, num_pages=6, pages_gained=20, max_batch_tokens=64)
     pool, scheduler = moving.world.target, moving.world.scheduler
     moving.residency.leave()
     moving.until(Place.AWAY)
@@ -295,14 +379,15 @@ class ResidencyMachine(RuleBasedStateMachine):
         agreement=st.sampled_from([0.0, 0.5, 1.0]),
         caching=st.booleans(),
         overlaps=st.booleans(),
-        ahead=st.sampled_from([None, Ahead, Late]),
+        ahead=st.sampled_from([None, Ahead, Late, Hesitant]),
         seed=st.integers(0, 99),
     )
     def start(
         self, num_pages, num_draft_pages, pages_gained, parts, max_running, agreement, caching, overlaps, ahead, seed
     ) -> None:
         self.moving = Moving(
-            RandomLengths(5, seed),
+            5,
+            seed,
             num_pages=num_pages,
             num_draft_pages=num_draft_pages,
             pages_gained=pages_gained,
@@ -318,8 +403,13 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.requests = {}
         self.cancelled = set()
 
-    @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=24), max_tokens=st.integers(1, 16))
-    def add(self, prompt, max_tokens) -> None:
+    @rule(
+        shared=st.integers(0, 3),
+        own=st.lists(st.integers(0, 1), min_size=1, max_size=12),
+        max_tokens=st.integers(1, 16),
+    )
+    def add(self, shared, own, max_tokens) -> None:
+        prompt = [0, 1, 1, 0] * shared + own
         request = make_request(str(len(self.requests)), prompt, max_tokens)
         self.moving.add(request)
         self.requests[request.id] = request

@@ -72,16 +72,16 @@ def moves(replica: Replica) -> int:
 def test_lending_takes_the_time_of_its_parts_and_loading_its_own():
     time = VirtualTime()
     memory = SimDraftMemory(MOVES, 32, time)
-    assert [memory.lend(), memory.lend(), memory.lend()] == [False, False, True]
+    assert [memory.offload(), memory.offload(), memory.offload()] == [False, False, True]
     assert time.now() == pytest.approx(3 * PART_SECONDS)
     started = time.now()
-    assert not memory.reclaim()
+    assert not memory.load()
     assert time.now() == started, "loading takes no time of the host"
     time.reach(started + 0.04)
-    assert not memory.reclaim()
+    assert not memory.load()
     time.reach(started + MOVES.load_seconds)
-    assert memory.reclaim()
-    assert not memory.lend(), "it can leave again"
+    assert memory.load()
+    assert not memory.offload(), "it can leave again"
 
 
 def test_a_machine_gains_what_the_drafts_memory_holds():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import torch
@@ -22,6 +23,8 @@ from faser.runtime.kv_cache import GIB, bytes_per_page, fitting_pages, pages_ove
 from faser.runtime.ngram import NgramDrafter
 from faser.runtime.weights_home import home_bytes, own_weights
 from faser.threads import ThreadTuner, available_cpus, user_chose_threads
+
+log = logging.getLogger("faser.engine")
 
 
 class CpuDevice:
@@ -94,7 +97,10 @@ def _pages_gained(parts: Parts, num_pages: int) -> int:
         return 0
     draft_page, page = (bytes_per_page(m.config, parts.page_size, m.dtype) for m in (parts.draft, parts.target))
     freed = home_bytes(own_weights(parts.draft, parts.target)) + num_pages * draft_page
-    return max(0, min(freed // page, parts.most_pages - num_pages))
+    gained = max(0, min(freed // page, parts.most_pages - num_pages))
+    if not gained:
+        log.info("the draft stays in memory: all requests that can run together fit into the KV pages")
+    return gained
 
 
 def _make_tuner() -> ThreadTuner | None:

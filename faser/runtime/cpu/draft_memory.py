@@ -6,6 +6,7 @@ leaves it off. It is there so that everything about residency runs without a GPU
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 
 import torch
@@ -19,8 +20,9 @@ class HostBlock:
     """Memory whose pages the system gives when they are first written, and takes back when they are released."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._memory = mmap.mmap(-1, max(num_bytes, 1))
-        self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError, AttributeError):  # a system without huge pages
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)[:num_bytes]
 
     def release(self, start: int = 0, stop: int | None = None) -> None:
@@ -58,12 +60,12 @@ class CpuDraftMemory:
         self.pages_gained = pages_gained
         self.load_seconds = self._copy.numel() / 5e9
 
-    def lend(self) -> bool:
+    def offload(self) -> bool:
         self._weights.release()
         self._draft_pages.release()
         return True
 
-    def reclaim(self) -> bool:
+    def load(self) -> bool:
         for start in range(0, self._target_pages.bytes.numel(), self._layer_bytes):
             self._target_pages.release(start + self._base_bytes, start + self._layer_bytes)
         self._weights.bytes.copy_(self._copy)

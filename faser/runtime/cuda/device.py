@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -93,12 +95,10 @@ class CudaDevice:
             rounding = 0 if driver is None else parts.target.num_layers * driver.granularity
             num_pages = fitting_pages(parts, page_bytes, free - rounding, total)
         kv_bytes = num_pages * page_bytes
-        layout = _layout(parts, num_pages, driver.granularity) if driver is not None else None
-        if driver is not None and layout is not None:
-            executor.draft_memory = _lendable(models[0], models[1], layout, driver)
-            num_pages, kv_bytes = layout.base_pages, layout.kv_bytes
-            gained = layout.pages_gained, 100 * layout.pages_gained / num_pages
-            log.info("the draft can leave the device: then there are %d more KV pages (+%.0f %%)", *gained)
+        memory = _make_draft_memory(parts, models, num_pages, driver) if driver is not None else None
+        if memory is not None:
+            executor.draft_memory = memory
+            num_pages, kv_bytes = memory.layout.base_pages, memory.layout.kv_bytes
         else:
             for each in models:
                 each.allocate_pages(num_pages)
@@ -113,32 +113,43 @@ class CudaDevice:
         if parts.draft is None or parts.offload == "off" or (parts.offload == "auto" and not self.auto_offload):
             return None
         weights = own_weights(parts.draft, parts.target)
-        try:
+        with _unless_required(parts):
             if not weights:
                 raise ConfigError("it has no weights of its own")
             require_host_memory(home_bytes(weights))
             return self.open_driver(parts.target.device)
-        except ConfigError as error:
-            if parts.offload == "on":
-                raise ConfigError(f"offload=on: the draft cannot leave the device: {error}") from error
-            log.info("the draft stays on the device: %s", error)
-            return None
+        return None
 
 
-def _layout(parts: Parts, num_pages: int, granularity: int) -> Layout | None:
-    """How the memory is divided if the draft can leave; None: that would gain nothing."""
-    assert parts.draft is not None
+@contextmanager
+def _unless_required(parts: Parts) -> Iterator[None]:
+    """Where the draft cannot leave, `on` is refused; else the log says why."""
+    try:
+        yield
+    except ConfigError as error:
+        if parts.offload == "on":
+            raise ConfigError(f"offload=on: the draft cannot leave the device: {error}") from error
+        log.info("the draft stays on the device: %s", error)
+
+
+def _make_draft_memory(
+    parts: Parts, models: Sequence[CudaModel], num_pages: int, driver: MemoryDriver
+) -> CudaDraftMemory | None:
+    """Memory of the draft that the target's pages can borrow; both models' pages are in it. None: nothing is gained."""
+    target, draft = models
+    home = WeightsHome(own_weights(draft.model, target.model))
     layout = Layout.of(
-        (parts.target.config, parts.target.dtype), (parts.draft.config, parts.draft.dtype), parts.page_size,
-        home_bytes(own_weights(parts.draft, parts.target)), num_pages, parts.most_pages, granularity,
-        exact=parts.num_pages is not None,
+        (target.model.config, target.model.dtype), (draft.model.config, draft.model.dtype), parts.page_size,
+        home.num_bytes, num_pages, parts.most_pages, driver.granularity, exact=parts.num_pages is not None,
     )  # fmt: skip
-    return layout if num_pages < parts.most_pages and layout.pages_gained > 0 else None
-
-
-def _lendable(target: CudaModel, draft: CudaModel, layout: Layout, driver: MemoryDriver) -> CudaDraftMemory:
-    """Memory of the draft that the target's pages can borrow; both models' pages are in it."""
-    memory = CudaDraftMemory(layout, WeightsHome(own_weights(draft.model, target.model)), driver)
-    target.pages = memory.target_pages(target.model.config, target.page_size, target.model.dtype)
-    draft.pages = memory.draft_pages(draft.model.config, draft.page_size, draft.model.dtype)
-    return memory
+    if num_pages >= parts.most_pages or layout.pages_gained <= 0:
+        log.info("the draft stays on the device: all requests that can run together fit into the KV pages")
+        return None
+    with _unless_required(parts):
+        memory = CudaDraftMemory(layout, home, driver)
+        target.pages = memory.target_pages(target.model.config, parts.page_size, target.model.dtype)
+        draft.pages = memory.draft_pages(draft.model.config, parts.page_size, draft.model.dtype)
+        gained = layout.pages_gained, 100 * layout.pages_gained / layout.base_pages
+        log.info("the draft can leave the device: then there are %d more KV pages (+%.0f %%)", *gained)
+        return memory
+    return None

@@ -201,7 +201,7 @@ class CudaDraftMemory:
     def load_seconds(self) -> float:
         return self.loader.seconds
 
-    def lend(self) -> bool:
+    def offload(self) -> bool:
         with _explained(MoveError):
             if self._is_loading:  # memory that is being written must stay
                 self._is_loading = not self.loader.is_done()
@@ -224,7 +224,7 @@ class CudaDraftMemory:
             self._cleared = make()
             self._cleared.record()
 
-    def reclaim(self) -> bool:
+    def load(self) -> bool:
         with _explained(MoveError):
             if not self._is_loading:
                 if self._cleared is not None and not self._cleared.query():

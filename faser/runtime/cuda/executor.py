@@ -210,6 +210,8 @@ class CudaExecutor:
             elif self.overlap is not None:
                 self.overlap.stream.wait()
             self._buffers.append(step.results)
+        if self._slots.history.is_cuda:  # a step that failed half-way may have left work behind
+            torch.cuda.current_stream().synchronize()
 
     def close(self) -> None:
         """Parts of the device and its virtual memory are given back. Everything else goes with tensors and graphs."""

@@ -18,12 +18,12 @@ def round_trip(subject: Subject, clock: Callable[[], float]) -> ResidencyProfile
     if memory is None:
         return None
     try:
-        lend_seconds = _seconds_of(memory.lend, clock)
+        lend_seconds = _seconds_of(memory.offload, clock)
     except MoveError as error:
         log.warning("the draft cannot leave the device: %s", error)
-        _seconds_of(memory.reclaim, clock)
+        _seconds_of(memory.load, clock)
         return None
-    load_seconds = _seconds_of(memory.reclaim, clock)
+    load_seconds = _seconds_of(memory.load, clock)
     target_bytes, draft_bytes = subject.page_bytes
     return ResidencyProfile(
         weight_bytes=subject.leaving_bytes,

@@ -186,7 +186,7 @@ def describe_exits(snapshot: Snapshot | None) -> str:
 def describe_residency(snapshot: Snapshot | None) -> str:
     """Where the draft is, in words; empty while it is on the device."""
     residency = snapshot.residency if snapshot is not None else None
-    if snapshot is None or residency is None or residency.is_resident:
+    if snapshot is None or residency is None or residency.is_resident or residency.failure is not None:
         return ""
     if not residency.pages_gained:
         return "The draft is being moved."

@@ -123,7 +123,7 @@ def test_at_first_the_draft_is_there_and_the_pages_are_zero(rig):
 def test_lent_memory_holds_zeroed_pages_of_every_layer(rig):
     rig.target_pages[:, : rig.layout.base_pages] = 3.0
     rig.draft_pages.fill_(float("nan"))
-    finish(rig.memory.lend)
+    finish(rig.memory.offload)
     assert not rig.target_pages[:, rig.layout.base_pages :].any()
     rig.target_pages[:, rig.layout.base_pages :] = 5.0
     assert (rig.target_pages[:, : rig.layout.base_pages] == 3.0).all()
@@ -134,9 +134,9 @@ def test_after_a_return_the_weights_are_right_and_the_drafts_pages_zero(rig):
     rig.target_pages[:, : rig.layout.base_pages] = 3.0
     for _ in range(3):
         rig.draft_pages.fill_(float("nan"))
-        finish(rig.memory.lend)
+        finish(rig.memory.offload)
         rig.target_pages[:, rig.layout.base_pages :] = float("nan")
-        finish(rig.memory.reclaim)
+        finish(rig.memory.load)
         assert rig.weights_are_right()
         assert not rig.draft_pages.any()
         assert (rig.target_pages[:, : rig.layout.base_pages] == 3.0).all()
@@ -146,8 +146,8 @@ def test_after_a_return_the_weights_are_right_and_the_drafts_pages_zero(rig):
 def test_no_memory_is_taken_or_given_up_by_moves(rig):
     before, reserved = rig.driver.num_bytes, dict(rig.driver.ranges)
     for _ in range(3):
-        finish(rig.memory.lend)
-        finish(rig.memory.reclaim)
+        finish(rig.memory.offload)
+        finish(rig.memory.load)
     assert rig.driver.num_bytes == before
     assert rig.driver.ranges == reserved
     layout = rig.layout
@@ -156,22 +156,22 @@ def test_no_memory_is_taken_or_given_up_by_moves(rig):
 
 def test_a_move_is_done_in_small_parts(rig, monkeypatch):
     monkeypatch.setattr(draft_memory, "CHUNKS_PER_PART", 1)
-    assert finish(rig.memory.lend) == CONFIG.num_layers
+    assert finish(rig.memory.offload) == CONFIG.num_layers
     assert not rig.target_pages[:, rig.layout.base_pages :].any()
-    assert finish(rig.memory.reclaim) == CONFIG.num_layers
+    assert finish(rig.memory.load) == CONFIG.num_layers
     assert rig.weights_are_right()
 
 
 def test_a_layer_takes_one_call_of_the_driver_each_way(rig):
     before = rig.driver.calls.copy()
-    finish(rig.memory.lend)
+    finish(rig.memory.offload)
     made = rig.driver.calls - before
     assert made == {"map": CONFIG.num_layers, "unmap": CONFIG.num_layers}
 
 
 def test_a_return_before_anything_left_loads_the_weights_again(rig):
     next(rig.draft.weights()).zero_()
-    finish(rig.memory.reclaim)
+    finish(rig.memory.load)
     assert rig.weights_are_right()
 
 
@@ -181,15 +181,15 @@ def test_a_return_before_anything_left_loads_the_weights_again(rig):
 def test_whatever_call_fails_the_draft_can_come_back(rig, call, after, move):
     rig.target_pages[:, : rig.layout.base_pages] = 3.0
     if move == "reclaim":
-        finish(rig.memory.lend)
+        finish(rig.memory.offload)
     rig.driver.fail(call, after)
     with pytest.raises(MoveError, match=f"CUDA_ERROR_OF_{call.upper()}"):
         finish(getattr(rig.memory, move))
-    finish(rig.memory.reclaim)
+    finish(rig.memory.load)
     assert rig.weights_are_right()
     assert not rig.draft_pages.any()
     assert (rig.target_pages[:, : rig.layout.base_pages] == 3.0).all()
-    finish(rig.memory.lend)
+    finish(rig.memory.offload)
     assert not rig.target_pages[:, rig.layout.base_pages :].any()
 
 
@@ -219,32 +219,32 @@ class SlowLoader:
 
 
 def test_a_load_is_polled_not_waited_for(rig):
-    finish(rig.memory.lend)
+    finish(rig.memory.offload)
     rig.memory.loader = SlowLoader(rig.memory.loader)
-    assert [rig.memory.reclaim() for _ in range(3)] == [False, False, True]
+    assert [rig.memory.load() for _ in range(3)] == [False, False, True]
     assert rig.weights_are_right()
     assert rig.memory.load_seconds == 0.5
 
 
 def test_a_load_that_fails_can_be_tried_again(rig):
-    finish(rig.memory.lend)
+    finish(rig.memory.offload)
     rig.memory.loader = SlowLoader(rig.memory.loader, failures=1)
-    assert not rig.memory.reclaim()
+    assert not rig.memory.load()
     with pytest.raises(MoveError, match=r"the device failed \(CUDA error: out of breath\)$"):
-        rig.memory.reclaim()
-    finish(rig.memory.reclaim)
+        rig.memory.load()
+    finish(rig.memory.load)
     assert rig.memory.loader.num_begun == 2
     assert rig.weights_are_right()
 
 
 def test_memory_that_is_being_loaded_is_not_lent(rig):
-    finish(rig.memory.lend)
+    finish(rig.memory.offload)
     rig.memory.loader = SlowLoader(rig.memory.loader)
-    assert not rig.memory.reclaim()
+    assert not rig.memory.load()
     before = dict(rig.driver.mappings)
-    assert not rig.memory.lend()
+    assert not rig.memory.offload()
     assert rig.driver.mappings == before
-    finish(rig.memory.lend)
+    finish(rig.memory.offload)
     assert not rig.target_pages[:, rig.layout.base_pages :].any()
 
 
@@ -258,11 +258,11 @@ def test_the_expected_seconds_of_a_load_follow_from_the_bytes(rig):
 @pytest.mark.parametrize("state", ["resident", "lent", "broken"])
 def test_close_gives_all_memory_back_and_leaves_a_whole_model(rig, state):
     if state != "resident":
-        finish(rig.memory.lend)
+        finish(rig.memory.offload)
     if state == "broken":
         rig.driver.fail("map", 1)
         with pytest.raises(MoveError):
-            finish(rig.memory.reclaim)
+            finish(rig.memory.load)
     rig.memory.close()
     rig.memory.close()
     assert rig.driver.is_empty

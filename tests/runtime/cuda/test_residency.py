@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,6 +26,7 @@ from faser.policy.residency import ResidencyRule
 from faser.request import Request, SamplingParams
 from faser.runtime.cuda.device import CudaDevice
 from faser.runtime.cuda.virtual_memory import open_driver
+from tests.oracle import Never
 from tests.runtime.cuda.host_driver import HostDriver
 from tests.runtime.cuda.test_executor import on
 from tests.test_exactness import reference, serve
@@ -38,20 +39,9 @@ CPU_HEADS = {"head_dim": 16}
 GRANULARITY = 4096  # of the host: one page of a layer
 
 
-class _Never(ResidencyRule):
-    """The test says when the draft moves."""
-
-    def why_leave(self, view, gain):
-        return None
-
-    def why_return(self, view, gain):
-        return None
-
-
-@dataclass(frozen=True)
 class MovedByHand(Fixed):
     def residency_rule(self) -> ResidencyRule:
-        return _Never()
+        return Never()
 
 
 class FailingDriver:

@@ -25,10 +25,10 @@ class CountedMemory:
     def __init__(self, time, breaks: int | None = None) -> None:
         self.time, self.breaks, self.calls, self.is_away = time, breaks, [], False
 
-    def lend(self) -> bool:
+    def offload(self) -> bool:
         return self._call("lend", 0.005, 2)
 
-    def reclaim(self) -> bool:
+    def load(self) -> bool:
         return self._call("reclaim", 0.02, 3)
 
     def _call(self, name: str, seconds: float, parts: int) -> bool:
