@@ -15,7 +15,7 @@ import numpy as np
 from faser.config import EngineOptions
 from faser.engine.engine import Engine
 from faser.engine.pages import PagePool
-from faser.engine.residency import ResidencyStats
+from faser.engine.residency import Place, ResidencyStats
 from faser.engine.scheduler import Scheduler
 from faser.limits import Limits
 from faser.policy import Fixed
@@ -49,8 +49,14 @@ class StubResidency:
     RESIDENT = ResidencyStats(True, 0.0, 0, 64, 0, 0.0, None)
     STRANDED = ResidencyStats(False, 7.5, 1, 64, 0, 0.02, "it could not be loaded (out of memory)")
 
+    is_moving = False
+
     def __init__(self, stats: ResidencyStats) -> None:
         self.stats = stats
+
+    @property
+    def place(self) -> Place:
+        return Place.RESIDENT if self.stats.is_resident else Place.LOADING
 
     def proceed(self) -> bool:
         return False

@@ -62,7 +62,7 @@ class AwayBetween:
         away = min(max(now, self._start), self._end) - self._start
         return ResidencyStats(not self._start <= now < self._end, away, 0, 128, 0, 0.0, None)
 
-    def advance(self) -> bool:
+    def proceed(self) -> bool:
         return False
 
 

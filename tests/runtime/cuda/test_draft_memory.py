@@ -177,10 +177,10 @@ def test_a_return_before_anything_left_loads_the_weights_again(rig):
 
 @pytest.mark.parametrize("call", ["map", "unmap"])
 @pytest.mark.parametrize("after", range(CONFIG.num_layers))
-@pytest.mark.parametrize("move", ["lend", "reclaim"])
+@pytest.mark.parametrize("move", ["offload", "load"])
 def test_whatever_call_fails_the_draft_can_come_back(rig, call, after, move):
     rig.target_pages[:, : rig.layout.base_pages] = 3.0
-    if move == "reclaim":
+    if move == "load":
         finish(rig.memory.offload)
     rig.driver.fail(call, after)
     with pytest.raises(MoveError, match=f"CUDA_ERROR_OF_{call.upper()}"):
