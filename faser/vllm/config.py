@@ -39,7 +39,9 @@ class FaserConfig:
             return None
         given = additional_config[KEY]
         if not isinstance(given, Mapping):
-            raise ConfigError(f"additional_config['{KEY}']: expected an object such as {{'policy': 'faser'}}, got {given!r}")
+            raise ConfigError(
+                f"additional_config['{KEY}']: expected an object such as {{'policy': 'faser'}}, got {given!r}"
+            )
         known = [field.name for field in fields(cls)]
         unknown = [str(name) for name in given if name not in known]
         if unknown:
@@ -62,7 +64,9 @@ def check(config: FaserConfig, vllm_config: Any) -> None:
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise ConfigError("pipeline parallelism: the first stage would draft without the last one's tokens; use 1")
     if vllm_config.lora_config is not None and speculative.method == "draft_model":
-        raise ConfigError("LoRA with a draft model: the draft has no adapters and would agree with none; use one of them")
+        raise ConfigError(
+            "LoRA with a draft model: the draft has no adapters and would agree with none; use one of them"
+        )
     longest, given = make_policy(config.policy), speculative.num_speculative_tokens
     if config.policy.startswith("fixed:") and longest.max_length > given:
         raise ConfigError(f"policy {config.policy} needs num_speculative_tokens of {longest.max_length}, not {given}")

@@ -121,7 +121,7 @@ class LengthPlanner:
         self._held_with_prompts = False
 
     def plan(self, step: ScheduledStep) -> PlannedStep:
-        """Give every request of the step a length. The step is taken to run: the draft sees its tokens or misses them."""
+        """Give every request of the step a length. The step will run: the draft sees its tokens, or misses them."""
         requests, slots = self.requests, self.requests.slots_of(step.request_ids)
         decodes = requests.decodes[slots] & (step.num_rows == step.num_drafts + 1)
         lag = requests.unseen[slots] + np.where(decodes, 1, step.num_rows)
