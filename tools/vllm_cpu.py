@@ -13,7 +13,6 @@ import argparse
 import email
 import os
 import subprocess
-import sys
 import tempfile
 import venv
 import zipfile
@@ -78,8 +77,6 @@ def main() -> None:
     parser.add_argument("version", choices=sorted(TORCH))
     parser.add_argument("folder", type=Path)
     given = parser.parse_args()
-    if sys.version_info < (3, 11):
-        sys.exit("this vLLM needs Python 3.11 or newer")
     set_up(given.version, given.folder)
 
 

@@ -23,12 +23,7 @@ from faser.cost.profiled_cost import ProfiledCost
 from faser.errors import ConfigError
 from faser.vllm.config import FaserConfig
 
-# Of the assumed profile: about an H200 with CUDA graphs. Corrections scale it to the machine within a few steps.
-BYTES_PER_SECOND = 3.5e12
-FLOPS_PER_SECOND = 4e14
-LAYER_SECONDS = 1e-5
-HOST_SECONDS = 5e-4
-NUM_BYTES = 2  # of a weight
+NUM_BYTES = 2  # of a weight, in the assumed profile
 
 NUM_RATIOS = 3  # steps whose median corrects the cost: one pause, or one compilation, then changes nothing
 POLL_STEPS = 64  # between two looks for the file
@@ -42,6 +37,22 @@ def run_folder(instance_id: str) -> Path:
 def table_path(config: FaserConfig, instance_id: str) -> Path:
     """The file of the profile: `instance_id` is the same in all processes of one vLLM."""
     return Path(config.costs) if config.costs is not None else run_folder(instance_id) / "costs.json"
+
+
+@dataclass(frozen=True)
+class AssumedSpeeds:
+    """Of a device, roughly: corrections follow within a few steps, so the shape of the curves matters more."""
+
+    bytes_per_second: float
+    flops_per_second: float
+    layer_seconds: float
+    host_seconds: float
+
+
+SPEEDS = {  # by device type: a large GPU with CUDA graphs; a few cores
+    "cuda": AssumedSpeeds(3.5e12, 4e14, 1e-5, 5e-4),
+    "cpu": AssumedSpeeds(3e10, 3e11, 1e-3, 2e-3),
+}
 
 
 @dataclass(frozen=True)
@@ -63,18 +74,18 @@ class ModelShape:
         mlp = 3 * self.hidden_size * self.intermediate_size
         return self.num_layers * (attention + mlp) + self.hidden_size * self.vocab_size
 
-    def curve(self, max_rows: int) -> Curve:
-        base = self.num_layers * LAYER_SECONDS + self.num_weights * NUM_BYTES / BYTES_PER_SECOND
-        row = 2 * self.num_weights / FLOPS_PER_SECOND
-        token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * NUM_BYTES / BYTES_PER_SECOND
+    def curve(self, speeds: AssumedSpeeds, max_rows: int) -> Curve:
+        base = self.num_layers * speeds.layer_seconds + self.num_weights * NUM_BYTES / speeds.bytes_per_second
+        row = 2 * self.num_weights / speeds.flops_per_second
+        token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * NUM_BYTES / speeds.bytes_per_second
         rows = tuple(1 << power for power in range(max_rows.bit_length()))
         return Curve(rows, tuple(base + row * each for each in rows), (token,) * len(rows))
 
 
-def assumed_costs(target: ModelShape, draft: ModelShape | None, max_rows: int) -> Profile:
+def assumed_costs(target: ModelShape, draft: ModelShape | None, speeds: AssumedSpeeds, max_rows: int) -> Profile:
     """Where nothing was measured. Without a draft model drafting is free."""
-    verify = target.curve(max_rows)
-    drafts = NOTHING if draft is None else draft.curve(max_rows)
+    verify = target.curve(speeds, max_rows)
+    drafts = NOTHING if draft is None else draft.curve(speeds, max_rows)
     return Profile(
         {"engine": "vllm"},
         verify=verify,
@@ -82,7 +93,7 @@ def assumed_costs(target: ModelShape, draft: ModelShape | None, max_rows: int) -
         first_draft=drafts,
         next_draft=drafts,
         catch_up=drafts,
-        host=HOST_SECONDS,
+        host=speeds.host_seconds,
         kind="assumed",
     )
 
@@ -154,24 +165,23 @@ class CostTable:
 
     def __init__(self, assumed: Profile, path: Path) -> None:
         self.cost = EngineCost(assumed)
-        self.refusal: str | None = None  # why a file that is there was not taken
         self._path = path
         self._steps_to_poll = 0
         self._is_settled = False
 
-    def poll(self) -> bool:
-        """Look for the file every POLL_STEPS calls; whether it was taken now. A file that is wrong is refused once."""
+    def poll(self) -> str | None:
+        """Look for the file, once in POLL_STEPS calls. Found: what became of it, in words; it is not read again."""
         self._steps_to_poll -= 1
         if self._is_settled or self._steps_to_poll >= 0:
-            return False
+            return None
         self._steps_to_poll = POLL_STEPS
         if not self._path.exists():
-            return False
+            return None
         self._is_settled = True
         try:
-            self.cost.adopt(Profile.load(self._path))
+            profile = Profile.load(self._path)
         except ConfigError as error:
-            self.refusal = str(error)
-            return False
-        self.cost.host = self.cost.profile.host
-        return True
+            return f"costs stay assumed: {error}"
+        self.cost.adopt(profile)
+        self.cost.host = profile.host
+        return f"costs were measured by the worker: {profile.accuracy}"

@@ -14,7 +14,7 @@ from typing import Any
 
 from faser.vllm.config import FaserConfig, check, max_draft_of
 from faser.vllm.lengths import log
-from faser.vllm.versions import PLATFORMS, Adapter, adapter_for
+from faser.vllm.versions import ADAPTERS, Adapter, adapter_for
 
 Method = Callable[..., Any]
 MAX_GRAPH_ROWS = 2048  # of the target: beyond it the device is busy enough to hide launches
@@ -109,13 +109,12 @@ def apply(patches: tuple[Patch, ...] = PATCHES) -> None:
 
 def usable_adapter(quiet: bool = False) -> Adapter | None:
     """The adapter for this vLLM on this platform. None: a warning says why, and vLLM serves as it would without us."""
-    vllm, platforms = import_module("vllm"), import_module("vllm.platforms")
-    adapter, device = adapter_for(vllm.__version__), platforms.current_platform.device_type
-    reason = None
+    version, platform = import_module("vllm").__version__, import_module("vllm.platforms").current_platform
+    adapter, reason = adapter_for(version), None
     if adapter is None:
-        reason = f"vLLM {vllm.__version__} is not one of the versions it knows"
-    elif device not in PLATFORMS:
-        reason = f"it does not know the platform {device}"
+        reason = f"vLLM {version} is none of the versions it knows, {' and '.join(ADAPTERS)}"
+    elif not (platform.is_cuda() or platform.is_cpu()):
+        reason = f"it does not know the platform {platform.device_name}"
     if reason is not None and not quiet:
         log.warning("FASER changes nothing: %s. vLLM serves without it.", reason)
     return adapter if reason is None else None
@@ -171,5 +170,4 @@ def extra_args_of(params: Any) -> Any:
 
 def has_graphs() -> bool:
     """Whether the platform runs CUDA graphs."""
-    device: str = import_module("vllm.platforms").current_platform.device_type
-    return device == "cuda"
+    return bool(import_module("vllm.platforms").current_platform.is_cuda())

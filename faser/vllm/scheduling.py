@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from faser.cost.profile import Profile
 from faser.errors import ConfigError
 from faser.limits import HARD_MAX_LENGTH
 from faser.policy import make_policy
 from faser.vllm import versions
 from faser.vllm.config import FaserConfig, check, max_draft_of
-from faser.vllm.costs import CostTable, ModelShape, assumed_costs, run_folder, table_path
+from faser.vllm.costs import SPEEDS, CostTable, ModelShape, assumed_costs, run_folder, table_path
 from faser.vllm.lengths import LengthPlanner, PlannedStep, ScheduledStep, log
 from faser.vllm.status import WRITE_SECONDS, EngineStatus, status_path
 
@@ -77,8 +78,9 @@ class GivesLengths:
         if not scheduler_output.num_scheduled_tokens:
             return
         began = perf_counter()
-        if self._table.poll():
-            log.info("FASER: costs measured by the worker (%s)", self._table.cost.profile.accuracy)
+        news = self._table.poll()
+        if news is not None:
+            log.info("FASER: %s", news)
         planned = self._planner.plan(self._scheduled(scheduler_output))
         scheduler_output.num_spec_tokens_to_schedule = planned.depth
         self._give(planned)
@@ -213,12 +215,16 @@ class GivesLengthsAfter(GivesLengths):
         super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
 
 
-def _assumed(vllm_config: Any) -> Any:
+def _assumed(vllm_config: Any) -> Profile:
     """Costs from the sizes of the models, until the worker has measured them."""
     speculative = vllm_config.speculative_config
     draft = speculative.draft_model_config if speculative.method not in ("ngram", "ngram_gpu") else None
-    max_rows = vllm_config.scheduler_config.max_num_batched_tokens
-    return assumed_costs(_shape(vllm_config.model_config), None if draft is None else _shape(draft), max_rows)
+    return assumed_costs(
+        _shape(vllm_config.model_config),
+        None if draft is None else _shape(draft),
+        SPEEDS["cpu" if vllm_config.device_config.device_type == "cpu" else "cuda"],
+        vllm_config.scheduler_config.max_num_batched_tokens,
+    )
 
 
 def _shape(model_config: Any) -> ModelShape:

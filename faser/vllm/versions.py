@@ -42,7 +42,6 @@ ADAPTERS = {
         ),
     )
 }
-PLATFORMS = ("cuda", "cpu")  # device types
 
 
 def adapter_for(version: str) -> Adapter | None:
