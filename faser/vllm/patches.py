@@ -22,7 +22,7 @@ ASYNC_EXECUTORS = (None, "uni", "mp")  # executors that can schedule asynchronou
 
 
 @dataclass(frozen=True)
-class Patch:
+class MethodPatch:
     """A method of vLLM and what becomes of it."""
 
     module: str
@@ -88,14 +88,14 @@ def checks_max_draft(validate_params: Method) -> Method:
 
 
 PATCHES = (
-    Patch("vllm.engine.arg_utils", "EngineArgs", "create_engine_config", one_flag),
-    Patch("vllm.config.vllm", "VllmConfig", "_set_cudagraph_sizes", graphs_for_drafts),
-    Patch("vllm.v1.engine.input_processor", "InputProcessor", "_validate_params", checks_max_draft),
+    MethodPatch("vllm.engine.arg_utils", "EngineArgs", "create_engine_config", one_flag),
+    MethodPatch("vllm.config.vllm", "VllmConfig", "_set_cudagraph_sizes", graphs_for_drafts),
+    MethodPatch("vllm.v1.engine.input_processor", "InputProcessor", "_validate_params", checks_max_draft),
 )
 _applied: set[str] = set()  # places, in this process
 
 
-def apply(patches: tuple[Patch, ...] = PATCHES) -> None:
+def apply(patches: tuple[MethodPatch, ...] = PATCHES) -> None:
     """Make the patches. Those that were made before in this process are left alone."""
     for patch in patches:
         if patch.place not in _applied:

@@ -83,8 +83,7 @@ HOOKS = (
 # Attributes of vLLM's objects, by class, that FASER reads or sets.
 ATTRIBUTES = {
     "vllm.v1.core.sched.scheduler.Scheduler": (
-        "requests", "vllm_config", "num_spec_tokens", "max_num_running_reqs", "running", "kv_cache_manager",
-        "dynamic_sd_lookup",
+        "requests", "vllm_config", "num_spec_tokens", "max_num_running_reqs", "kv_cache_manager", "dynamic_sd_lookup",
     ),
     "vllm.v1.request.Request": (
         "is_prefill_chunk", "num_tokens", "num_output_tokens", "num_output_placeholders", "max_tokens",
