@@ -56,7 +56,7 @@ def make_engine(spec: dict[str, Any]) -> LLM:
     if spec.get("num_blocks"):
         given["num_gpu_blocks_override"] = spec["num_blocks"]
     return LLM(
-        f"{spec['pair']}/target", dtype="float32", max_model_len=512, max_num_seqs=8, max_num_batched_tokens=256,
+        f"{spec['pair']}/target", dtype="float32", max_model_len=256, max_num_seqs=8, max_num_batched_tokens=256,
         enforce_eager=True, block_size=32, enable_prefix_caching=spec.get("prefix_caching", False), **given,
     )  # fmt: skip
 
