@@ -31,12 +31,13 @@ class DraftForward(Protocol):
 
 
 class Replay(Protocol):
-    """Runs what was captured; False: nothing was captured for this size."""
+    """Runs what was captured."""
 
     def first(self, width: int, num_requests: int) -> int:
-        """Replay the first pass for at least `num_requests`; returns the number it was captured for, or 0."""
+        """The first pass of the smallest size that is large enough; returns that size, or 0: there is none."""
 
-    def next(self, size: int) -> None: ...
+    def next(self, size: int) -> None:
+        """One further token of each."""
 
 
 class DraftLoop:
@@ -79,15 +80,33 @@ class DraftLoop:
         width = 1 if lags.max(initial=1) <= 1 else STEADY_LAG
         for pieces in plan_catch_up(lags, width, self.max_rows):
             self.catch_up(pieces)
-        captured = 0 if self.replay is None or sample is not None else self.replay.first(width, number)
-        if self.replay is not None and captured:
+        if sample is None:
+            captured = self.first(width, number)
             for _ in range(depth - 1):
-                self.replay.next(captured)
+                self.next(captured, number)
         else:
             self.run_first(width, number, sample)
             for place in range(1, depth):
                 self.run_next(number, sample, place)
         return self.drafts[:depth, :number].t().contiguous()
+
+    def first(self, width: int, number: int) -> int:
+        """The first pass for `number` requests; returns the size of the graph that ran, or 0: it ran eagerly."""
+        captured = 0 if self.replay is None else self.replay.first(width, number)
+        if not captured:
+            self.run_first(width, number)
+        return captured
+
+    def next(self, captured: int, number: int) -> None:
+        """A further token of each; `captured` is what `first` returned."""
+        if self.replay is not None and captured:
+            self.replay.next(captured)
+        else:
+            self.run_next(number)
+
+    def pretend(self, number: int, context: int) -> None:
+        """Load made-up contexts, for measurements: KV entries are written to whatever the block table names."""
+        self.load(self.lengths.new_full((number,), context), self.history_rows.new_zeros(number))
 
     def catch_up(self, pieces: Sequence[Piece]) -> None:
         """Compute rows of requests that fell behind; nothing is sampled from them."""
