@@ -59,7 +59,7 @@ class DraftProposer026(DraftModelProposer):
             "vocabularies differ": self.use_heterogeneous_vocab,
             "the draft proposes all tokens at once": self.parallel_drafting,
             "the draft reads images": self.supports_mm_inputs,
-            "positions have several dimensions": self.uses_mrope or self.uses_xdrope_dim > 0,
+            "positions have several dimensions": self.uses_mrope,
             "data parallelism": parallel.data_parallel_size > 1,
             "context parallelism": parallel.decode_context_parallel_size > 1,
             "pipeline parallelism": parallel.pipeline_parallel_size > 1,
