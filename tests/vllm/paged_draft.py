@@ -6,6 +6,8 @@ there and none is stale.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -46,7 +48,7 @@ class PagedDraft:
         hidden = torch.zeros(rows.input_ids.numel(), 1, dtype=torch.int64)
         starts = rows.starts.tolist()
         assert starts == rows.starts_cpu.tolist()
-        for request, (first, last) in enumerate(zip(starts, starts[1:], strict=False)):
+        for request, (first, last) in enumerate(itertools.pairwise(starts)):
             assert last - first <= rows.max_rows
             for row in range(first, last):
                 end = int(rows.seq_lens[request]) - (last - row) + 1  # causal: the last row sees the whole context
@@ -56,7 +58,9 @@ class PagedDraft:
     def _read(self, blocks: Tensor, end: int) -> list[int]:
         """Tokens of a context; an entry of another position reads as another token."""
         positions = torch.arange(end)
-        entries = self.entries[blocks[positions // self.block_size].long() * self.block_size + positions % self.block_size]
+        entries = self.entries[
+            blocks[positions // self.block_size].long() * self.block_size + positions % self.block_size
+        ]
         return torch.where(entries[:, 1] == positions, entries[:, 0], -5).tolist()
 
     def top_tokens(self, hidden_states: Tensor) -> Tensor:

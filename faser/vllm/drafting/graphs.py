@@ -6,6 +6,8 @@ import bisect
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -26,20 +28,24 @@ class LoopGraphs:
 
     def __init__(self, loop: DraftLoop, sizes: Sequence[int]) -> None:
         self.loop = loop
-        self.sizes = tuple(sorted(sizes))
+        self.sizes: Sequence[int] = tuple(sorted(sizes))
         self._pool = torch.cuda.graph_pool_handle()
         self._first: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._next: dict[int, torch.cuda.CUDAGraph] = {}
 
     @torch.inference_mode()
-    def capture(self, context: AbstractContextManager[torch.cuda.Stream]) -> float:
-        """Capture on the stream that `context` gives; returns seconds. The largest first: smaller ones fit its memory."""
+    def capture(self, context: AbstractContextManager[Any]) -> float:
+        """Capture on the stream that `context` gives; returns seconds.
+
+        The largest size comes first: smaller ones fit into its memory.
+        """
         began = time.perf_counter()
-        with context as stream:
+        with context as given:
+            stream: torch.cuda.Stream = given.stream
             for size in reversed(self.sizes):
                 for width in range(1, STEADY_LAG + 1):
-                    self._first[width, size] = self._capture(lambda w=width, s=size: self.loop.run_first(w, s), stream)
-                self._next[size] = self._capture(lambda s=size: self.loop.run_next(s), stream)
+                    self._first[width, size] = self._capture(partial(self.loop.run_first, width, size), stream)
+                self._next[size] = self._capture(partial(self.loop.run_next, size), stream)
         torch.cuda.synchronize()
         return time.perf_counter() - began
 
@@ -64,3 +70,11 @@ class LoopGraphs:
 
     def next(self, size: int) -> None:
         self._next[size].replay()
+
+
+def capture_graphs(loop: DraftLoop, context: AbstractContextManager[Any]) -> str:
+    """Give the loop graphs, captured inside vLLM's `graph_capture`; returns what was done, in one line."""
+    graphs = LoopGraphs(loop, graph_sizes(loop.max_requests))
+    seconds = graphs.capture(context)
+    loop.replay = graphs
+    return f"draft graphs of {len(graphs.sizes)} sizes up to {graphs.sizes[-1]} requests captured in {seconds:.1f} s"

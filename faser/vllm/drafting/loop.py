@@ -33,6 +33,10 @@ class DraftForward(Protocol):
 class Replay(Protocol):
     """Runs what was captured."""
 
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Numbers of requests, ascending."""
+
     def first(self, width: int, num_requests: int) -> int:
         """The first pass of the smallest size that is large enough; returns that size, or 0: there is none."""
 

@@ -66,13 +66,36 @@ def powers(largest: int, factor: int = 2) -> list[int]:
     return sizes if sizes[-1] == largest else [*sizes, largest]
 
 
-class CostMeasurement:
-    """Seconds of forwards on one device."""
+def spread_blocks(table: torch.Tensor, num_blocks: int) -> None:
+    """Name other blocks in every entry of a block table [R, W], so that made-up contexts are read from memory."""
+    entries = torch.arange(table.numel(), dtype=table.dtype, device=table.device)
+    table.copy_((entries % max(num_blocks - 1, 1) + 1).view(table.shape))
 
-    def __init__(self, target: TargetForward, loop: DraftLoop | None, sizes: MeasuredSizes, device: torch.device):
-        """Without a loop the draft stays vLLM's, and costs nothing here."""
+
+def measure_costs(
+    target: TargetForward, loop: DraftLoop, *, graph_rows: Sequence[int], max_rows: int, about: Mapping[str, Any]
+) -> Profile:
+    """Costs of both models. `graph_rows`: rows of the target's graphs; they exist where the loop's do."""
+    has_graphs = loop.replay is not None
+    sizes = MeasuredSizes(
+        graph_rows=sorted(graph_rows) if has_graphs else (),
+        max_rows=max_rows,
+        requests=powers(loop.max_requests, 4) if loop.replay is None else loop.replay.sizes,
+        has_draft_graphs=has_graphs,
+        max_context=loop.paging.limit,
+    )
+    try:
+        return CostMeasurement(target, loop, sizes).profile(about)
+    finally:
+        loop.lengths.zero_()
+
+
+class CostMeasurement:
+    """Seconds of forwards on the loop's device."""
+
+    def __init__(self, target: TargetForward, loop: DraftLoop, sizes: MeasuredSizes) -> None:
         self.target, self.loop, self.sizes = target, loop, sizes
-        self.on_gpu = device.type == "cuda"
+        self.on_gpu = loop.device.type == "cuda"
 
     @torch.inference_mode()
     def profile(self, about: Mapping[str, Any]) -> Profile:
@@ -82,8 +105,7 @@ class CostMeasurement:
         verify = self._target_curve(graph_rows or powers(min(self.sizes.max_rows, 256)), samples=True)
         if graph_rows:
             verify = Curve(verify.rows, verify.seconds, verify.per_token, stepped_to=verify.rows[-1])
-        nothing = Curve((1,), (0.0,), (0.0,))
-        first, further, catch_up = (nothing,) * 3 if self.loop is None else self._draft_curves(self.loop)
+        first, further, catch_up = self._draft_curves(self.loop)
         return Profile(
             about, verify=verify, prompts=prompts, first_draft=first, next_draft=further, catch_up=catch_up,
             host=HOST_SECONDS, kind="quick",

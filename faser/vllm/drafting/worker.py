@@ -18,33 +18,35 @@ log = logging.getLogger("vllm.faser")  # below vLLM's logger, which prints
 class DraftPart(Protocol):
     """FASER's part of a model runner."""
 
-    def begin_step(self, output: Any) -> None:
-        """The scheduler's message, before the target's forward."""
+    def why_not(self) -> str | None:
+        """Why drafting stays vLLM's; None: it does not."""
 
     def prepare(self) -> str:
-        """Capture graphs; returns what was done, in one line."""
+        """Capture graphs, and draft from now on; returns what was done, in one line."""
 
     def measure(self) -> Profile:
         """Costs of both models, through the graphs that will run."""
 
+    def begin_step(self, output: Any) -> None:
+        """The scheduler's message, before the target's forward."""
+
 
 class DraftingWorker:
-    """Mixed into a worker of vLLM, before its class. `draft_part` is set by `find_draft_part`."""
+    """Mixed into a worker of vLLM, before its class."""
 
     vllm_config: Any
     rank: int
-    draft_part: DraftPart | None = None
+    draft_part: DraftPart | None = None  # None: drafting is vLLM's
 
-    def find_draft_part(self) -> DraftPart | None:
-        """FASER's part of the model runner; None where drafting stays vLLM's. Called when the models are loaded."""
+    def find_draft_part(self) -> DraftPart:
+        """FASER's part of the model runner; asked for draft models alone, when they are loaded."""
         raise NotImplementedError
 
     def compile_or_warm_up_model(self) -> Any:
         result = super().compile_or_warm_up_model()  # type: ignore[misc]
-        self.draft_part = self.find_draft_part()
-        if self.draft_part is not None:
-            log.info("FASER: %s", self.draft_part.prepare())
-            self._save_costs(self.draft_part)
+        speculative = self.vllm_config.speculative_config
+        if speculative is not None and speculative.uses_draft_model():
+            self._start_drafting(self.find_draft_part())
         return result
 
     def execute_model(self, scheduler_output: Any) -> Any:
@@ -52,8 +54,14 @@ class DraftingWorker:
             self.draft_part.begin_step(scheduler_output)
         return super().execute_model(scheduler_output)  # type: ignore[misc]
 
-    def say_why_not(self, reason: str) -> None:
-        log.warning("FASER: drafting stays vLLM's (%s); the draft then runs in every step", reason)
+    def _start_drafting(self, part: DraftPart) -> None:
+        reason = part.why_not()
+        if reason is not None:
+            log.warning("FASER: drafting stays vLLM's, because of this: %s. The draft then runs in every step.", reason)
+            return
+        log.info("FASER: %s", part.prepare())
+        self._save_costs(part)
+        self.draft_part = part
 
     def _save_costs(self, part: DraftPart) -> None:
         """All workers measure, for they compute together; the first one saves."""
