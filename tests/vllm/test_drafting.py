@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from faser.vllm.drafting.lag import DraftBatch, DraftLag  # noqa: E402
 from faser.vllm.drafting.loop import DraftLoop  # noqa: E402
-from faser.vllm.drafting.rows import Paging, Piece, host_rows, plan_catch_up  # noqa: E402
+from faser.vllm.drafting.rows import LagPiece, Paging, host_rows, plan_catch_up  # noqa: E402
 from tests.vllm.paged_draft import PagedDraft, greedy  # noqa: E402
 
 BLOCK = 4
@@ -25,16 +25,16 @@ def array(*values):
 
 
 def test_catch_up_leaves_the_last_tokens_to_the_first_pass():
-    assert plan_catch_up(array(1, 2, 7), width=2, max_rows=100) == [[Piece(owner=2, rows=5, end=2)]]
+    assert plan_catch_up(array(1, 2, 7), width=2, max_rows=100) == [[LagPiece(owner=2, rows=5, end=2)]]
 
 
 def test_long_lags_are_cut_into_forwards_in_order():
     passes = plan_catch_up(array(12, 5), width=2, max_rows=8)
-    assert passes == [[Piece(0, 8, 4)], [Piece(0, 2, 2), Piece(1, 3, 2)]]
+    assert passes == [[LagPiece(0, 8, 4)], [LagPiece(0, 2, 2), LagPiece(1, 3, 2)]]
 
 
 def test_rows_count_down_to_the_end_of_their_piece():
-    owners, backs = host_rows([Piece(owner=3, rows=2, end=2), Piece(owner=0, rows=3, end=4)])
+    owners, backs = host_rows([LagPiece(owner=3, rows=2, end=2), LagPiece(owner=0, rows=3, end=4)])
     assert owners.tolist() == [3, 3, 0, 0, 0]
     assert backs.tolist() == [4, 3, 7, 6, 5]
 

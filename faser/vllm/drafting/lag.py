@@ -116,6 +116,6 @@ class DraftLag:
     def _name_blocks(self, request_ids: Sequence[str], before: IntArray, after: IntArray) -> None:
         """Remember the blocks that the draft has just filled."""
         first, last = before // self.block_size, after // self.block_size
-        for index in np.flatnonzero(first < last):
+        for index in np.flatnonzero(first < last).tolist():
             blocks = self._requests[request_ids[index]].blocks
             self._blocks_seen.update(blocks[first[index] : last[index]])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from faser.arrays import IntArray
 from faser.vllm.drafting.lag import STEADY_LAG
-from faser.vllm.drafting.rows import ForwardRows, Paging, Piece, host_rows, plan_catch_up
+from faser.vllm.drafting.rows import ForwardRows, LagPiece, Paging, host_rows, plan_catch_up
 
 Sample = Callable[[Tensor, int], Tensor]  # (hidden states [B, H], place in the draft) -> tokens [B]
 
@@ -30,7 +30,7 @@ class DraftForward(Protocol):
         """[B] the most likely token after each."""
 
 
-class Replay(Protocol):
+class LoopReplay(Protocol):
     """Runs what was captured."""
 
     @property
@@ -64,7 +64,7 @@ class DraftLoop:
         self._index = torch.arange(max_requests + 1, dtype=torch.int64, device=self.device)
         self._starts = {width: (self._index * width).to(torch.int32) for width in range(1, STEADY_LAG + 1)}
         self._starts_cpu = {width: starts.cpu() for width, starts in self._starts.items()}
-        self.replay: Replay | None = None
+        self.replay: LoopReplay | None = None
 
     # ── a batch ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -112,7 +112,7 @@ class DraftLoop:
         """Load made-up contexts, for measurements: KV entries are written to whatever the block table names."""
         self.load(self.lengths.new_full((number,), context), self.history_rows.new_zeros(number))
 
-    def catch_up(self, pieces: Sequence[Piece]) -> None:
+    def catch_up(self, pieces: Sequence[LagPiece]) -> None:
         """Compute rows of requests that fell behind; nothing is sampled from them."""
         owners, backs = (self._to_device(each) for each in host_rows(pieces))
         who = self._to_device(np.array([piece.owner for piece in pieces]))

@@ -17,7 +17,7 @@ from faser.cost.curve import Curve
 from faser.cost.profile import Profile
 from faser.vllm.drafting.lag import STEADY_LAG
 from faser.vllm.drafting.loop import DraftLoop
-from faser.vllm.drafting.rows import Piece
+from faser.vllm.drafting.rows import LagPiece
 
 HOST_SECONDS = 5e-4  # of a step outside both models, before the first steps correct it
 MAX_SIZES = 14  # measured of a curve; sizes between two of them are interpolated
@@ -140,7 +140,7 @@ class CostMeasurement:
 
         def seconds(size: int) -> float:
             owners = range(-(-size // longest))
-            pieces = [Piece(owner, min(longest, size - owner * longest), STEADY_LAG) for owner in owners]
+            pieces = [LagPiece(owner, min(longest, size - owner * longest), STEADY_LAG) for owner in owners]
             loop.pretend(len(pieces), longest + STEADY_LAG)
             return first_seconds + self._seconds(lambda: loop.catch_up(pieces))
 

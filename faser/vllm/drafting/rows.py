@@ -54,7 +54,7 @@ class Paging:
 
 
 @dataclass(frozen=True)
-class Piece:
+class LagPiece:
     """Some of the rows that a draft lacks: the `rows` tokens before the last `end` of the context."""
 
     owner: int
@@ -62,9 +62,9 @@ class Piece:
     end: int
 
 
-def plan_catch_up(lags: IntArray, width: int, max_rows: int) -> list[list[Piece]]:
+def plan_catch_up(lags: IntArray, width: int, max_rows: int) -> list[list[LagPiece]]:
     """The forwards that leave no request further behind than `width` tokens. Each has at most `max_rows` rows."""
-    passes: list[list[Piece]] = []
+    passes: list[list[LagPiece]] = []
     room = 0
     for owner in np.flatnonzero(lags > width):
         left = int(lags[owner]) - width
@@ -75,11 +75,11 @@ def plan_catch_up(lags: IntArray, width: int, max_rows: int) -> list[list[Piece]
             rows = min(left, room)
             left -= rows
             room -= rows
-            passes[-1].append(Piece(int(owner), rows, width + left))
+            passes[-1].append(LagPiece(int(owner), rows, width + left))
     return passes
 
 
-def host_rows(pieces: Sequence[Piece]) -> tuple[IntArray, IntArray]:
+def host_rows(pieces: Sequence[LagPiece]) -> tuple[IntArray, IntArray]:
     """[N] owner and `back` of every row."""
     owners = np.repeat([piece.owner for piece in pieces], [piece.rows for piece in pieces])
     backs = np.concatenate([np.arange(piece.end + piece.rows, piece.end, -1) for piece in pieces])
