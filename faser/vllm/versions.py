@@ -24,6 +24,7 @@ class Adapter:
     extends_graphs: bool = False  # vLLM's sizes of CUDA graphs end at 512 rows
 
 
+_WORKERS = ("vllm.v1.worker.gpu_worker.Worker", "vllm.v1.worker.cpu_worker.CPUWorker")
 ADAPTERS = {
     adapter.version: adapter
     for adapter in (
@@ -31,6 +32,7 @@ ADAPTERS = {
             "0.26",
             ahead="faser.vllm.v026.AheadScheduler026",
             after="faser.vllm.v026.AfterScheduler026",
+            workers=dict.fromkeys(_WORKERS, "faser.vllm.worker_v026.DraftWorker026"),
             asks_for_async=True,
             graph_mode="FULL",
             extends_graphs=True,
@@ -39,6 +41,7 @@ ADAPTERS = {
             "0.32",
             ahead="faser.vllm.v032.AheadScheduler032",
             after="faser.vllm.v032.AfterScheduler032",
+            workers=dict.fromkeys(_WORKERS, "faser.vllm.worker_v032.DraftWorker032"),
         ),
     )
 }
