@@ -99,10 +99,12 @@ def run_all(spec: dict[str, Any]) -> dict[str, Any]:
         done["tokens"] = generate(llm, run)
         done["leaked"] = num_free - pool.get_num_free_blocks()
         if run.get("policy") is not None:
-            scheduler.schedule()  # tells who is finished
             after = vars(scheduler.faser.status)
             done |= {name: after[name] - before[name] for name in ("steps", "drafting_steps", "verified", "accepted")}
-            done |= {"open": len(planner.requests), "failures": planner.num_failures}
+            done |= {"failures": planner.num_failures}
+            # the next step tells who is finished: its own request is then the only one
+            llm.generate({"prompt_token_ids": [1]}, SamplingParams(max_tokens=1), use_tqdm=False)
+            done |= {"open": len(planner.requests)}
         runs.append(done)
     config = llm.llm_engine.vllm_config
     return {
