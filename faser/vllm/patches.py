@@ -12,6 +12,7 @@ from functools import wraps
 from importlib import import_module
 from typing import Any
 
+from faser.errors import InvalidRequest
 from faser.vllm.config import FaserConfig, check, max_draft_of
 from faser.vllm.lengths import log
 from faser.vllm.versions import ADAPTERS, Adapter, adapter_for
@@ -81,7 +82,10 @@ def checks_max_draft(validate_params: Method) -> Method:
     @wraps(validate_params)
     def validate(self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         if FaserConfig.find(self.vllm_config.additional_config) is not None:
-            max_draft_of(extra_args_of(params))
+            try:
+                max_draft_of(extra_args_of(params))
+            except InvalidRequest as error:  # vLLM answers its own error with 400
+                raise import_module("vllm.exceptions").VLLMValidationError(str(error)) from None
         return validate_params(self, params, *args, **kwargs)
 
     return validate

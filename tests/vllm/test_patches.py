@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from faser.errors import ConfigError, InvalidRequest
+from faser.errors import ConfigError
 from faser.vllm import patches, versions
 from tests.vllm.fakes import FakeAsyncScheduler, FakeOutput, FakeRequest, FakeScheduler, make_config
 
@@ -52,6 +52,10 @@ class VllmConfig:
         pass
 
 
+class VLLMValidationError(ValueError):
+    pass
+
+
 class SamplingParams:
     def __init__(self, **extra_args: Any) -> None:
         self.extra_args = extra_args
@@ -76,6 +80,7 @@ def vllm(monkeypatch):
         "vllm.config": {"CUDAGraphMode": GraphMode},
         "vllm.config.vllm": {"VllmConfig": copies["VllmConfig"]},
         "vllm.engine": {},
+        "vllm.exceptions": {"VLLMValidationError": VLLMValidationError},
         "vllm.engine.arg_utils": {"EngineArgs": copies["EngineArgs"]},
         "vllm.sampling_params": {"SamplingParams": SamplingParams},
         "vllm.v1": {},
@@ -189,7 +194,7 @@ def test_a_wrong_max_draft_is_refused_before_it_reaches_the_engine(vllm):
     processor = vllm.InputProcessor(FLAG)
     assert processor._validate_params(SamplingParams(max_draft=2), ()) == "valid"
     assert processor._validate_params(object(), ()) == "valid"
-    with pytest.raises(InvalidRequest, match="max_draft"):
+    with pytest.raises(VLLMValidationError, match="max_draft: expected a whole number"):
         processor._validate_params(SamplingParams(max_draft="two"), ())
     assert vllm.InputProcessor({})._validate_params(SamplingParams(max_draft="two"), ()) == "valid"
 

@@ -56,6 +56,11 @@ class Server:
         with urllib.request.urlopen(self.url + path, timeout=60) as answer:
             return answer.read().decode()
 
+    def metrics(self) -> dict[str, float]:
+        """Values by name; of those with more labels than the model and the engine, one."""
+        lines = [line.rsplit(" ", 1) for line in self.get("/metrics").splitlines() if not line.startswith("#")]
+        return {name.partition("{")[0]: float(value) for name, value in lines}
+
     def complete(self, **given) -> dict:
         body = {"model": "tiny", "prompt": "the quick brown fox", "max_tokens": 40, "temperature": 0, **given}
         headers = {"Content-Type": "application/json"}
@@ -79,13 +84,10 @@ def test_the_server_answers_and_counts_drafts_under_vllm_s_names_and_ours(server
     limited = server.complete(vllm_xargs={"max_draft": 0}, ignore_eos=True)
     free = server.complete(ignore_eos=True)
     assert limited["choices"][0]["text"] == free["choices"][0]["text"]
-    end = time.monotonic() + 30  # vLLM logs, and so publishes, every ten seconds
-    metrics = server.get("/metrics")
-    while "faser:steps_total{" not in metrics and time.monotonic() < end:
+    found, end = server.metrics(), time.monotonic() + 40  # figures of the last steps are published within ten seconds
+    while not found.get("faser:spec_decode_num_verified_tokens_total") and time.monotonic() < end:
         time.sleep(1)
-        metrics = server.get("/metrics")
-    values = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))
-    found = {name.partition("{")[0]: float(value) for name, value in values.items() if 'length="' not in name}
+        found = server.metrics()
     assert found["vllm:spec_decode_num_draft_tokens_total"] > 0
     assert found["faser:steps_total"] > 0
     assert found["faser:spec_decode_num_verified_tokens_total"] > 0
