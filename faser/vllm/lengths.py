@@ -95,8 +95,7 @@ class OpenRequests:
         self._free += [self._slots.pop(each) for each in request_ids if each in self._slots]
 
     def slots_of(self, request_ids: Sequence[str]) -> IntArray:
-        slots = self._slots
-        return np.array([slots[each] for each in request_ids], dtype=np.int64)
+        return np.fromiter(map(self._slots.__getitem__, request_ids), np.int64, len(request_ids))
 
     def _grow(self) -> None:
         old = self.decodes.size

@@ -14,6 +14,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from time import perf_counter, time
 from typing import Any
 
@@ -216,7 +217,7 @@ TokensInFlight = Callable[[list[Any], IntArray], IntArray]  # requests [B], draf
 
 def _placeholders(requests: list[Any], num_drafts: IntArray) -> IntArray:
     """[B] tokens that all steps in flight may still add to each request."""
-    return np.fromiter((each.num_output_placeholders for each in requests), np.int64, len(requests))
+    return _counts("num_output_placeholders", requests)
 
 
 def _own_step(requests: list[Any], num_drafts: IntArray) -> IntArray:
@@ -229,15 +230,20 @@ def _scheduled_step(output: Any, requests: Mapping[str, Any], tokens_in_flight: 
     ids, size = list(scheduled), len(scheduled)
     batch = [requests[each] for each in ids]
     num_drafts = np.fromiter((len(drafts.get(each, ())) for each in ids), np.int64, size)
-    in_flight = tokens_in_flight(batch, num_drafts)
+    num_tokens = _counts("num_tokens", batch) + tokens_in_flight(batch, num_drafts)
     return ScheduledStep(
         request_ids=ids,
         num_rows=np.fromiter(scheduled.values(), np.int64, size),
         num_drafts=num_drafts,
-        is_reading=np.fromiter((each.is_prefill_chunk for each in batch), np.bool_, size),
-        num_tokens=np.fromiter((each.num_tokens for each in batch), np.int64, size) + in_flight,
-        num_output=np.fromiter((each.num_output_tokens for each in batch), np.int64, size) + in_flight,
+        is_reading=_counts("is_prefill_chunk", batch) > 0,
+        num_tokens=num_tokens,
+        num_output=num_tokens - _counts("num_prompt_tokens", batch),
     )
+
+
+def _counts(name: str, requests: list[Any]) -> IntArray:
+    """[B] an attribute of each request."""
+    return np.fromiter(map(attrgetter(name), requests), np.int64, len(requests))
 
 
 def _num_sampled(request_ids: Sequence[str], result: Any, requests: Mapping[str, Any]) -> IntArray:

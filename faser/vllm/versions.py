@@ -89,7 +89,7 @@ ATTRIBUTES = {
         "requests", "vllm_config", "num_spec_tokens", "max_num_running_reqs", "kv_cache_manager", "dynamic_sd_lookup",
     ),
     "vllm.v1.request.Request": (
-        "is_prefill_chunk", "num_tokens", "num_output_tokens", "num_output_placeholders", "max_tokens",
+        "is_prefill_chunk", "num_tokens", "num_prompt_tokens", "num_output_placeholders", "max_tokens",
         "sampling_params", "spec_token_ids",
     ),
     "vllm.v1.core.sched.output.SchedulerOutput": (

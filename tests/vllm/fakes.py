@@ -51,7 +51,7 @@ def make_config(
 @dataclass
 class FakeRequest:
     request_id: str
-    num_prompt: int
+    num_prompt_tokens: int
     max_tokens: int
     sampling_params: Any
     num_computed_tokens: int = 0
@@ -64,7 +64,7 @@ class FakeRequest:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_prompt + self.num_output_tokens
+        return self.num_prompt_tokens + self.num_output_tokens
 
 
 @dataclass
