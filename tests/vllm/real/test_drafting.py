@@ -78,7 +78,7 @@ def test_the_v2_runner_drafts_as_well_after_pauses(pair):
 
 def test_cached_blocks_and_preemptions_change_neither_output_nor_acceptance(pair):
     """The second round finds prompts in the prefix cache, some without the draft's KV entries."""
-    short = {"rounds": 2, "num_blocks": 40}
+    short = {"rounds": 2, "num_blocks": 24}
     plain = engine(pair, rounds=2)
     own = engine(pair, script=PAUSES, prefix_caching=True, **short)
     ours = engine(pair, script=PAUSES, prefix_caching=True, worker=faser_worker(), **short)
