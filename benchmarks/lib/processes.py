@@ -25,13 +25,14 @@ LEAST_SECONDS = {"models": 20.0, "faser": 60.0, "startup": 20.0, "vllm": 80.0}  
 
 @dataclass(frozen=True)
 class Process:
-    """One worker of benchmarks/h200.py and its flags."""
+    """One worker of a benchmark and its flags."""
 
     name: str
     flags: tuple[str, ...]
     least: float  # seconds; with less left it is not started
     most: float  # seconds; then it is ended
     environment: Mapping[str, str] = field(default_factory=dict)
+    module: str = "benchmarks.h200"
 
 
 def worker_process(
@@ -92,7 +93,7 @@ class Runner:
         flags = [*process.flags, *(f"--{name}={value}" for name, value in own.items())]
         with self.log.open("ab") as log:
             started = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.h200", *flags],
+                [sys.executable, "-m", process.module, *flags],
                 env=os.environ | {"PYTHONUNBUFFERED": "1"} | dict(process.environment),
                 stdout=log,
                 stderr=subprocess.STDOUT,

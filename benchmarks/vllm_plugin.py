@@ -1,0 +1,530 @@
+"""What FASER's plugin brings inside vLLM: the same requests through vLLM's own modes and through the plugin, on a GPU.
+
+  loops   closed loops of 1 to 256 open requests: milliseconds per token and tokens per second
+  trace   Azure's conversation trace at loads from idle to above saturation: mean latency per token of a request
+  decode  a saturated closed loop of short prompts and long answers: tokens per second
+
+Modes of vLLM: `off-v2` and `off-v1`, no speculation on each of its runners; `vllm:K`, a draft of K tokens with
+asynchronous scheduling and CUDA graphs up to the largest batch; `table:K`, its table of lengths by batch size.
+`plugin:POLICY` is the same engine with --additional-config '{"faser": {"policy": POLICY}}'. Each mode runs in a process
+of its own, and plays all parts. The models are those of benchmarks/h200.py (lib/models.py): real acceptance at real
+cost. Every start is timed from the beginning of the process to the first token.
+
+    python3 -m benchmarks.vllm_plugin --target TARGET.gguf --vllm-bundle DIR [--python-path DIR] [--folder DIR]
+        [--parts loops,trace,decode] [--modes off-v1,vllm:4,plugin:faser] [--batches 1,16,128] [--loads 0.2,1.2]
+        [--rate R]
+    python3 -m benchmarks.vllm_plugin --report-only DIR                  # measures nothing
+    python3 -m benchmarks.vllm_plugin --tiny --device cpu                # the vLLM of this Python: does it all run?
+
+The rate that saturates vLLM without speculation is measured by the first mode that runs, unless it is given or known to
+the folder. Later calls with the same --folder add to the journal; figures measured later replace earlier ones. Results
+go to $OUT (else to --folder): plugin.jsonl is the journal, plugin.log the output of the processes. The last line is one
+JSON document. How to carry models and vLLM to a bare machine: benchmarks/h200.py.
+
+At the top this module imports the standard library alone: nothing of FASER may be loaded beside vLLM's own modes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib import models
+from benchmarks.lib.journal import Figures, Journal, failures, latest, read_json
+from benchmarks.lib.processes import ROOT, Runner, worker_process
+
+PARTS = ("loops", "trace", "decode")
+MODES = ("off-v1", "off-v2", "vllm:2", "vllm:4", "table:4", "plugin:fixed:4", "plugin:faser")
+MODULE = "benchmarks.vllm_plugin"
+MAX_LENGTH = 8  # of the plugin's drafts under a policy that chooses
+TABLE = ((1, 32, 1.0), (33, 128, 0.5), (129, 1024, 0.0))  # batch sizes, and the share of K that vLLM drafts there
+MODELS_SECONDS, MODE_SECONDS = 200.0, 520.0  # of a process; then it is ended
+GPU_MEMORY = 0.85  # share
+WARM_TOKENS = 24
+CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of all parts. Tokens, requests, seconds."""
+
+    batches: tuple[int, ...] = (1, 4, 16, 64, 128, 256)
+    loads: tuple[float, ...] = (0.1, 0.4, 0.8, 1.2)
+    span: float = 15.0  # of the trace at every load
+    decode: tuple[int, int] = (150, 300)  # tokens of prompts and answers
+    rounds: int = 3  # requests of a closed loop for each that is open, at most 256 open ones
+    max_prompt: int = 1024  # of the trace
+    max_output: int = 256
+    max_model_len: int = 4096
+    max_running: int = 256
+
+
+TINY = Shape((1, 2), (0.5, 1.2), 1.0, (12, 10), 2, max_prompt=24, max_output=8, max_model_len=128, max_running=4)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to run vLLM."""
+
+    name: str
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition(":")[0]
+
+    @property
+    def policy(self) -> str | None:
+        return self.name.partition(":")[2] if self.kind == "plugin" else None
+
+    @property
+    def length(self) -> int:
+        """vLLM's num_speculative_tokens."""
+        last = self.name.rpartition(":")[2]
+        return 0 if self.kind.startswith("off") else int(last) if last.isdigit() else MAX_LENGTH
+
+    def engine_args(self, folder: Path, shape: Shape, on_gpu: bool) -> Figures:
+        """Arguments of vLLM's AsyncEngineArgs."""
+        given: Figures = {
+            "model": str(folder / "target"), "skip_tokenizer_init": True, "enable_prefix_caching": False,
+            "max_model_len": shape.max_model_len, "max_num_seqs": shape.max_running, "disable_log_stats": True,
+            "dtype": "bfloat16" if on_gpu else "float32",
+        }  # fmt: skip
+        given |= {"gpu_memory_utilization": GPU_MEMORY} if on_gpu else {"enforce_eager": True}
+        if self.length:
+            draft: Figures = {"method": "draft_model", "model": str(folder / "draft")}
+            given["speculative_config"] = draft | {"num_speculative_tokens": self.length}
+        if self.kind == "table":
+            rows = [[first, last, int(share * self.length)] for first, last, share in TABLE]
+            given["speculative_config"]["num_speculative_tokens_per_batch_size"] = rows
+        if self.policy is not None:
+            given["additional_config"] = {"faser": {"policy": self.policy}}
+        elif self.length and on_gpu:
+            given["async_scheduling"] = True
+            given["compilation_config"] = {"max_cudagraph_capture_size": shape.max_running * (1 + self.length)}
+        return given
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if self.kind == "off-v1" else {}
+
+
+# ── the process of one mode ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Answer:
+    """One request, in seconds on one clock."""
+
+    due: float
+    token_ids: list[int]
+    first: float = 0.0
+    last: float = 0.0
+
+    @property
+    def tpot(self) -> float:
+        return (self.last - self.first) / max(1, len(self.token_ids) - 1)
+
+    @property
+    def per_token(self) -> float:
+        """Latency since the request was due, per token."""
+        return (self.last - self.due) / len(self.token_ids)
+
+
+class Player:
+    """vLLM's asynchronous engine, driven on one event loop."""
+
+    def __init__(self, mode: Mode, folder: Path, shape: Shape, on_gpu: bool) -> None:
+        if mode.policy is not None:
+            from faser.vllm import register  # the checkout is not installed: vLLM does not find its entry point
+
+            register()
+        self._runner, self._number = asyncio.Runner(), 0
+        self.engine = self._runner.run(self._make(mode.engine_args(folder, shape, on_gpu)))
+
+    async def _make(self, given: Figures) -> Any:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**given))
+
+    def shutdown(self) -> None:
+        self.engine.shutdown()
+
+    def loop(self, requests: Sequence[Figures], size: int, seconds: float) -> tuple[list[Answer], float]:
+        """A closed loop of `size` open requests; the answers, and how long it took."""
+        return self._runner.run(asyncio.wait_for(self._loop(requests, size), seconds))
+
+    def play(self, requests: Sequence[Figures], seconds: float) -> list[Answer]:
+        """Every request when it is due."""
+        return self._runner.run(asyncio.wait_for(self._play(requests), seconds))
+
+    async def _loop(self, requests: Sequence[Figures], size: int) -> tuple[list[Answer], float]:
+        waiting, answers, began = iter(requests), [], time.perf_counter()
+
+        async def serve() -> None:
+            for request in waiting:
+                answers.append(await self._answer(request, time.perf_counter()))
+
+        await asyncio.gather(*(serve() for _ in range(size)))
+        return answers, time.perf_counter() - began
+
+    async def _play(self, requests: Sequence[Figures]) -> list[Answer]:
+        began = time.perf_counter() + 0.05
+
+        async def serve(request: Figures) -> Answer:
+            due = began + request["arrival"]
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            return await self._answer(request, due)
+
+        return list(await asyncio.gather(*map(serve, requests)))
+
+    async def _answer(self, request: Figures, due: float) -> Answer:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        chunks = {"detokenize": False, "output_kind": RequestOutputKind.DELTA}
+        params = SamplingParams(max_tokens=request["max_tokens"], temperature=0.0, ignore_eos=True, **chunks)
+        self._number += 1
+        answer = Answer(due, [])
+        async for output in self.engine.generate(
+            {"prompt_token_ids": request["prompt_token_ids"]}, params, f"request-{self._number}"
+        ):
+            answer.last = time.perf_counter()
+            answer.first = answer.first or answer.last
+            answer.token_ids.extend(output.outputs[0].token_ids)
+        return answer
+
+
+def run_mode(args: argparse.Namespace, journal: Journal) -> None:
+    mode, shape = Mode(args.only_mode), args.shape
+    player = Player(mode, args.folder, shape, args.device == "cuda")
+    try:
+        player.loop(short(read_requests(args, "decode")[:1]), 1, left(args))
+        journal.add("start", mode=mode.name, seconds=time.time() - args.spawned)
+        parts = {"loops": measure_loops, "trace": measure_trace, "decode": measure_decode}
+        for name in args.parts:
+            journal.attempt(name, mode.name, lambda measure=parts[name]: measure(args, journal, mode, player))
+    finally:
+        player.shutdown()
+
+
+def measure_loops(args: argparse.Namespace, journal: Journal, mode: Mode, player: Player) -> None:
+    prompts = read_json(args.folder / "requests.json")
+    output = args.sizes.output
+    for size in args.shape.batches:
+        number = size * args.shape.rounds
+        requests = [
+            {"prompt_token_ids": prompts[index % len(prompts)], "max_tokens": output} for index in range(number)
+        ]
+        player.loop(short(requests[:size]), size, left(args))
+        answers, seconds = player.loop(requests, size, left(args))
+        figures = {"tpot_ms": 1e3 * statistics.fmean(each.tpot for each in answers)}
+        figures |= {"tokens_per_s": sum(len(each.token_ids) for each in answers) / seconds}
+        texts = sorted(hashlib.md5(json.dumps(each.token_ids).encode()).hexdigest()[:8] for each in answers)
+        journal.add("loop", mode=mode.name, batch=size, **figures, texts=texts)
+
+
+def measure_decode(args: argparse.Namespace, journal: Journal, mode: Mode, player: Player) -> None:
+    requests, size = read_requests(args, "decode"), args.shape.max_running
+    player.loop(short(requests[:size]), size, left(args))
+    answers, seconds = player.loop(requests, size, left(args))
+    tokens = sum(len(each.token_ids) for each in answers)
+    journal.add("decode", mode=mode.name, requests=len(answers), tokens_per_s=tokens / seconds)
+
+
+def measure_trace(args: argparse.Namespace, journal: Journal, mode: Mode, player: Player) -> None:
+    rate = known_rate(args, journal) or measure_rate(args, journal, player)
+    for load in args.shape.loads:
+        ensure_workload(args, load, rate)
+        requests = read_requests(args, f"load-{load:g}")
+        player.loop(short(requests[:16]), 16, left(args))
+        answers = player.play(requests, left(args))
+        seconds = max(each.last for each in answers) - min(each.due for each in answers)
+        latencies = sorted(each.per_token for each in answers)
+        figures = {
+            "per_token_ms": 1e3 * statistics.fmean(latencies),
+            "p99_per_token_ms": 1e3 * latencies[int(0.99 * (len(latencies) - 1))],
+            "ttft_ms": 1e3 * statistics.fmean(each.first - each.due for each in answers),
+            "tokens_per_s": sum(len(each.token_ids) for each in answers) / seconds,
+        }
+        journal.add("trace", mode=mode.name, load=load, rate=rate * load, requests=len(answers), **figures)
+
+
+def known_rate(args: argparse.Namespace, journal: Journal) -> float | None:
+    """Requests per second that saturate vLLM without speculation, where they were given or measured before."""
+    rates = [record["rate"] for record in journal.read() if record["kind"] == "saturation"]
+    return args.rate or (rates[-1] if rates else None)
+
+
+def measure_rate(args: argparse.Namespace, journal: Journal, player: Player) -> float:
+    """Requests that end per second in a closed loop of the trace's lengths."""
+    requests, size = read_requests(args, "saturation"), args.shape.max_running
+    player.loop(short(requests[:size]), size, left(args))
+    answers, seconds = player.loop(requests, size, left(args))
+    rate = len(answers) / seconds
+    journal.add("saturation", rate=rate, mode=args.only_mode)
+    return rate
+
+
+def left(args: argparse.Namespace) -> float:
+    return max(1.0, args.until - time.time())
+
+
+def short(requests: Iterable[Figures]) -> list[Figures]:
+    """The requests of a warm-up."""
+    return [request | {"max_tokens": min(request["max_tokens"], WARM_TOKENS)} for request in requests]
+
+
+# ── requests: made by processes that may load FASER ──────────────────────────────────────────────────────────────────
+
+
+def read_requests(args: argparse.Namespace, name: str) -> list[Figures]:
+    return [json.loads(line) for line in (args.work / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def ensure_workload(args: argparse.Namespace, load: float, rate: float) -> None:
+    """The trace at a load; written by another process, for this one may not load FASER."""
+    wanted, told = (args.work / f"load-{load:g}.jsonl"), args.work / f"load-{load:g}.json"
+    if wanted.is_file() and told.is_file() and read_json(told) == rate:
+        return
+    own = ["--worker=traffic", f"--only-load={load}", f"--rate={rate}", f"--session={args.session}"]
+    paths = [str(path) for path in (args.python_path, ROOT, os.environ.get("PYTHONPATH")) if path]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    subprocess.run([sys.executable, "-m", MODULE, *args.given, *own], check=True, env=environment)
+    told.write_text(json.dumps(rate), encoding="utf-8")
+
+
+def make_closed_requests(args: argparse.Namespace) -> None:
+    """Of the loops that saturate the engine: the trace's lengths, and those of `decode`."""
+    from faser.traffic.traces import Timing
+    from faser.traffic.workload import Load, WorkloadOptions, make_workload, save_workload
+
+    shape, vocabulary = args.shape, vocabulary_of(args)
+    number, prompts = shape.rounds * shape.max_running, "random" if args.tiny else "specbench"
+    sizes = {"prompt_len": (shape.decode[0],) * 2, "output_len": (shape.decode[1],) * 2}
+    decode = WorkloadOptions(
+        arrivals=f"poisson:{number}", timing=Timing(span=None), requests=number, prompts=prompts, **sizes
+    )
+    save_workload(make_workload(decode, Load(), vocabulary), args.work / "decode.jsonl")
+    traced = make_workload(trace_options(args), Load(number / shape.span), vocabulary)
+    save_workload(traced, args.work / "saturation.jsonl")
+
+
+def make_traffic(args: argparse.Namespace) -> None:
+    from faser.traffic.workload import Load, make_workload, save_workload
+
+    load = args.only_load
+    workload = make_workload(trace_options(args), Load(args.rate * load), vocabulary_of(args))
+    save_workload(workload, args.work / f"load-{load:g}.jsonl")
+
+
+def trace_options(args: argparse.Namespace) -> Any:
+    from faser.traffic.traces import Timing
+    from faser.traffic.workload import WorkloadOptions
+
+    shape = args.shape
+    return WorkloadOptions(
+        trace="azure-conv", timing=Timing(span=shape.span), max_prompt=shape.max_prompt, max_output=shape.max_output,
+        prompts="random" if args.tiny else "specbench",
+    )  # fmt: skip
+
+
+def vocabulary_of(args: argparse.Namespace) -> Any:
+    """The small model's: the folders hold no tokenizer."""
+    from faser.bench.systems import load_vocabulary
+    from faser.traffic.workload import Vocabulary
+
+    if args.tiny:
+        return Vocabulary(read_json(args.folder / "models.json")["vocabulary"], args.shape.max_model_len, None)
+    return load_vocabulary(None if args.target is None else str(args.target), args.shape.max_model_len, chat=True)
+
+
+# ── figures ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def ratio(over: float | None, under: float | None) -> float | None:
+    return None if not over or not under else round(over / under, 3)
+
+
+def best(figures: Mapping[str, float], chosen: Callable[[str], bool], take: Callable[..., float]) -> float | None:
+    values = [value for mode, value in figures.items() if chosen(mode)]
+    return take(values) if values else None
+
+
+def is_vllm(mode: str) -> bool:
+    return not mode.startswith("plugin:")
+
+
+def speculates(mode: str) -> bool:
+    """vLLM's speculation of one length."""
+    return mode.startswith("vllm:")
+
+
+def by_mode(records: Sequence[Figures], kind: str, key: str, value: str) -> dict[Any, dict[str, float]]:
+    """The figure `value` by `key`, then by mode."""
+    found: dict[Any, dict[str, float]] = {}
+    for (mode, at), record in latest(records, kind, "mode", key).items():
+        found.setdefault(at, {})[mode] = record[value]
+    return dict(sorted(found.items()))
+
+
+def summarize(records: Sequence[Figures]) -> Figures:
+    """All figures, and the plugin under `faser` against vLLM: ratios above 1 are in its favour."""
+    ours = "plugin:faser"
+    loops, trace = by_mode(records, "loop", "batch", "tpot_ms"), by_mode(records, "trace", "load", "per_token_ms")
+    decode = {mode: record["tokens_per_s"] for (mode,), record in latest(records, "decode", "mode").items()}
+    starts = {mode: record["seconds"] for (mode,), record in latest(records, "start", "mode").items()}
+    swing = {mode: [each.get(mode) for each in trace.values()] for mode in {m for each in trace.values() for m in each}}
+    means = {mode: statistics.fmean(all_loads) for mode, all_loads in swing.items() if None not in all_loads}
+    return {
+        "tpot_ms": loops,
+        "loop_gain": {size: ratio(best(each, is_vllm, min), each.get(ours)) for size, each in loops.items()},
+        "equal_texts": equal_texts(records),
+        "trace_per_token_ms": trace,
+        "trace_gain": {
+            "over_speculation": ratio(best(means, speculates, min), means.get(ours)),
+            "over_best": ratio(best(means, is_vllm, min), means.get(ours)),
+        },
+        "decode_tokens_per_s": decode,
+        "decode_gain_over_speculation": ratio(decode.get(ours), best(decode, speculates, max)),
+        "start_s": starts,
+        "failed": failures(records),
+    }
+
+
+def equal_texts(records: Sequence[Figures]) -> dict[str, float]:
+    """Share of a mode's answers in the loop of 1 that `off-v1` gave too; bf16 near-ties differ."""
+    texts = {
+        mode: record["texts"]
+        for (mode, batch), record in latest(records, "loop", "mode", "batch").items()
+        if batch == 1
+    }
+    plain = set(texts.get("off-v1", ()))
+    return {mode: round(len(plain & set(own)) / len(set(own)), 3) for mode, own in texts.items() if plain}
+
+
+# ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def chosen_from(names: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    def parse(text: str) -> tuple[str, ...]:
+        given = tuple(text.split(","))
+        unknown = [each for each in given if each not in names]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: expected some of {','.join(names)}")
+        return given
+
+    return parse
+
+
+def mode_list(text: str) -> tuple[str, ...]:
+    given = tuple(text.split(","))
+    kinds = {"off-v1", "off-v2", "vllm", "table", "plugin"}
+    unknown = [each for each in given if each.partition(":")[0] not in kinds]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: expected modes such as {','.join(MODES)}")
+    return given
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--target", type=Path, metavar="TARGET.gguf", help="the small target (the default model)")
+    add("--draft", type=Path, default=models.DRAFT, metavar="DRAFT.gguf", help="its draft (the one of 16 layers)")
+    add("--python-path", type=Path, help="folder with the package gguf, where it is not installed")
+    add("--vllm-bundle", type=Path, help="vLLM, unpacked (the one of this Python)")
+    add("--parts", type=chosen_from(PARTS), default=PARTS, help="some of them, separated by commas (all)")
+    add("--modes", type=mode_list, default=MODES, help=f"({','.join(MODES)})")
+    add("--batches", type=lambda text: tuple(map(int, text.split(","))), help="of `loops` (1,4,16,64,128,256)")
+    add("--loads", type=lambda text: tuple(map(float, text.split(","))), help="of `trace` (0.1,0.4,0.8,1.2)")
+    add("--span", type=float, help="seconds that the trace is squeezed into (15)")
+    add("--rate", type=float, help="the saturation rate, requests per second (measured)")
+    add("--folder", type=Path, help="for models, caches and what is measured; kept")
+    add("--report-only", type=Path, metavar="DIR", help="measure nothing: the figures of DIR again")
+    add("--budget-seconds", type=float, default=560.0, help="for everything (560)")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--tiny", action="store_true", help="tiny random models and sizes: does it all run?")
+    hidden = {"--worker": str, "--only-mode": str, "--only-load": float, "--until": float}
+    for name, kind in (hidden | {"--spawned": float, "--session": float}).items():
+        add(name, type=kind, help=argparse.SUPPRESS)
+    return parser
+
+
+def parse_args(given: Sequence[str]) -> argparse.Namespace:
+    parser = make_parser()
+    args = parser.parse_args(given)
+    args.given, args.started = list(given), time.time()
+    args.until = args.until or args.started + args.budget_seconds
+    args.spawned = args.spawned or args.started
+    args.session = args.session or args.started
+    asked = {name: getattr(args, name) for name in ("batches", "loads", "span") if getattr(args, name)}
+    args.shape = replace(TINY if args.tiny else Shape(), **asked)
+    args.sizes = models.TINY if args.tiny else models.Sizes()
+    default = args.report_only or Path(tempfile.gettempdir()) / ("faser-h200-tiny" if args.tiny else "faser-h200")
+    args.folder = (args.folder or default).absolute()
+    args.work = args.folder / "plugin"
+    args.journal = args.folder / "plugin.jsonl" if args.report_only else args.work / "plugin.jsonl"
+    args.out = args.folder if args.report_only else Path(os.environ.get("OUT") or args.folder).absolute()
+    for path in (args.target, args.draft, args.python_path, args.vllm_bundle, args.report_only):
+        if path is not None and not path.exists():
+            parser.error(f"{path} does not exist")
+    return args
+
+
+def measure(args: argparse.Namespace, journal: Journal) -> None:
+    for folder in (args.work, args.out):
+        folder.mkdir(parents=True, exist_ok=True)
+    journal.add("call", command=" ".join(args.given))
+
+    def save() -> None:
+        if journal.path.is_file():
+            shutil.copy(journal.path, args.out / "plugin.jsonl")
+
+    runner = Runner(journal, args.out / "plugin.log", args.device, save, len(journal.read()))
+    making = replace(worker_process(args, "models", MODELS_SECONDS), module=MODULE)
+    if not runner.run(making, args.until):
+        return
+    for name in args.modes:
+        process = worker_process(args, "vllm", MODE_SECONDS, name, only_mode=name)
+        environment = {**process.environment, **Mode(name).environment, "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+        environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        environment |= CPU_ENVIRONMENT if args.device == "cpu" else {}
+        runner.run(replace(process, module=MODULE, environment=environment), args.until)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    args = parse_args(sys.argv[1:] if given is None else given)
+    journal = Journal(args.journal, args.session)
+    if args.worker == "models":
+        models.ensure_models(args)
+        make_closed_requests(args)
+    elif args.worker == "traffic":
+        make_traffic(args)
+    elif args.worker == "vllm":
+        run_mode(args, journal)
+    if args.worker is not None:
+        return 0
+    if args.report_only is None:
+        measure(args, journal)
+    summary = summarize(journal.read())
+    line = json.dumps({"benchmark": "vllm_plugin", "seconds": round(time.time() - args.started, 1), **summary})
+    (args.out / "plugin.json").write_text(line + "\n", encoding="utf-8")
+    print(line, flush=True)
+    return 1 if summary["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

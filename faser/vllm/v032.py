@@ -1,0 +1,16 @@
+"""vLLM 0.32: its two schedulers with FASER's lengths. Imports vLLM: only vLLM itself loads this module, by name."""
+
+from __future__ import annotations
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from faser.vllm.scheduling import GivesLengthsAfter, GivesLengthsAhead
+
+
+class AheadScheduler032(GivesLengthsAhead, AsyncScheduler):  # type: ignore[misc]
+    """With asynchronous scheduling."""
+
+
+class AfterScheduler032(GivesLengthsAfter, Scheduler):  # type: ignore[misc]
+    """Without."""
