@@ -49,7 +49,7 @@ test: setup
 test-gpu: setup
 	$(BIN)/pytest -m gpu
 
-# The plugin faser.vllm in real engines on a CPU, one environment per version: 3.5 GB each, set up the first time.
+# The plugin faser.vllm in real engines on a CPU, one environment per version: 3.5 to 6 GB each, set up the first time.
 VLLM_VERSIONS ?= 0.26.0 0.32.0
 test-vllm:
 	@for version in $(VLLM_VERSIONS); do \
