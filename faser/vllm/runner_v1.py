@@ -89,9 +89,8 @@ class DraftProposerV1(DraftModelProposer):
 
     def begin_step(self, output: Any) -> None:
         assert self.steps is not None
-        for unseen in self.steps.begin(output):
-            tokens = torch.tensor(unseen.tokens, dtype=torch.int32)
-            self._history[unseen.slot, unseen.first : unseen.first + len(unseen.tokens)].copy_(tokens)
+        for found in self.steps.begin(output):
+            self._history[found.slot, : len(found.tokens)].copy_(torch.tensor(found.tokens, dtype=torch.int32))
 
     def measure(self) -> Profile:
         assert self.steps is not None

@@ -83,7 +83,7 @@ class DraftSpeculatorV2(StandaloneARSpeculator):
 
     def begin_step(self, output: Any) -> None:
         assert self.steps is not None
-        self.steps.begin(output)  # the runner knows all tokens: unseen ones too
+        self.steps.begin(output)  # the runner itself keeps tokens of the prefix cache
 
     def measure(self) -> Profile:
         assert self.steps is not None

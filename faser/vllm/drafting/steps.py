@@ -18,11 +18,10 @@ from faser.vllm.drafting.loop import DraftLoop, Sample
 
 
 @dataclass(frozen=True)
-class Unseen:
-    """Tokens of a prefix-cache hit that the draft has no KV entries of: positions `first` to `first + len(tokens)`."""
+class CachedTokens:
+    """The first tokens of a request, which it found in the prefix cache: no row of the target will bring them."""
 
     slot: int
-    first: int
     tokens: Sequence[int]
 
 
@@ -36,19 +35,19 @@ class DraftSteps:
         self.num_skipped = 0  # steps in which the draft did not run
         self.num_catch_ups = 0  # requests that were further behind than a draft that kept up
 
-    def begin(self, output: Any) -> list[Unseen]:
-        """Take in what the scheduler decided. Returns prompt tokens that no row of the target will bring."""
+    def begin(self, output: Any) -> list[CachedTokens]:
+        """Take in what the scheduler decided."""
         self._output = output
         for request_id in (*output.finished_req_ids, *(output.preempted_req_ids or ())):
             self.lag.end(request_id)
-        unseen = list(self._begin_requests(output))
+        found = list(self._begin_requests(output))
         cached = output.scheduled_cached_reqs
         for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if blocks is not None and request_id not in cached.resumed_req_ids:
                 self.lag.extend(request_id, blocks[self._group])
-        return unseen
+        return found
 
-    def _begin_requests(self, output: Any) -> Iterator[Unseen]:
+    def _begin_requests(self, output: Any) -> Iterator[CachedTokens]:
         cached = output.scheduled_cached_reqs
         entering = [
             (each.req_id, each.block_ids, each.num_computed_tokens, each.prefill_token_ids or each.prompt_token_ids)
@@ -62,9 +61,9 @@ class DraftSteps:
             if request_id in cached.resumed_req_ids
         ]
         for request_id, blocks, computed, tokens in entering:
-            seen = self.lag.begin(request_id, blocks[self._group], computed)
-            if seen < computed and tokens is not None:
-                yield Unseen(int(self.lag.slots([request_id])[0]), seen, tokens[seen:computed])
+            self.lag.begin(request_id, blocks[self._group], computed)
+            if computed and tokens is not None:
+                yield CachedTokens(int(self.lag.slots([request_id])[0]), tokens[:computed])
 
     def batch(self, request_ids: Sequence[str], computed: IntArray, samples: BoolArray) -> DraftBatch:
         """The step that `begin` announced. Arrays are [B], in the order of its rows."""
