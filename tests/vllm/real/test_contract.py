@@ -70,3 +70,19 @@ def test_the_stat_logger_and_the_endpoint_are_what_vllm_expects():
 def test_all_versions_are_covered_by_make_test_vllm():
     makefile = import_module("tools.vllm_cpu")
     assert {".".join(version.split(".")[:2]) for version in makefile.TORCH} == set(ADAPTERS)
+
+
+@pytest.mark.parametrize("name", ["faser.vllm.runner_v1.DraftProposerV1", "faser.vllm.runner_v2.DraftSpeculatorV2"])
+def test_methods_of_the_worker_take_what_vllm_gives_them(name):
+    if "v2" in name and import_module("vllm").__version__.startswith("0.26"):
+        pytest.skip("vLLM 0.26 drafts in its V1 runner")
+    ours, checked = load(name), 0
+    for method, mine in vars(ours).items():
+        theirs = getattr(ours.__mro__[1], method, None)
+        if method != "__init__" and inspect.isfunction(mine) and inspect.isfunction(theirs):
+            given = tuple(inspect.signature(theirs).parameters)
+            taken = inspect.signature(mine).parameters
+            takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
+            assert takes_all or tuple(taken)[: len(given)] == given, method
+            checked += 1
+    assert checked
