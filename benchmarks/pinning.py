@@ -3,9 +3,13 @@
 A draft that leaves the GPU keeps a copy of its weights in locked memory of the host. Locking it is part of the start;
 the copy to the device is part of every return. torch rounds a pinned tensor up to a power of two.
 
-    python -m benchmarks.pinning [--gigabytes 2.5] [--ways torch,huge] [--copies 5]
+A step's own inputs are copied at the same time, and must not wait for the weights. So the weights are copied in several
+ways (`whole`; `pieces:N`, of N MiB, each enqueued by the host; `graph:N`, the same in one CUDA graph; `kernel:N`, read
+by N programs of a kernel) while small copies run on another stream, by the copy engine and by a kernel.
 
-Prints a line for each way, and one JSON document on the last line.
+    python -m benchmarks.pinning [--gigabytes 2.5] [--ways torch,huge] [--copies 5] [--loads whole,pieces:8,graph:2]
+
+Prints a line for each way and each load, and one JSON document on the last line.
 """
 
 from __future__ import annotations
@@ -15,8 +19,12 @@ import json
 import statistics
 from collections.abc import Callable
 from time import perf_counter
+from typing import Any
 
 import torch
+import triton
+import triton.language as tl
+from torch import Tensor
 
 from faser.runtime.cuda.pinned import PinnedBlock
 from faser.runtime.cuda.virtual_memory import open_driver
@@ -27,6 +35,7 @@ def main() -> int:
     parser.add_argument("--gigabytes", type=float, default=2.5)
     parser.add_argument("--ways", default="torch,huge")
     parser.add_argument("--copies", type=int, default=5)
+    parser.add_argument("--loads", default="whole,pieces:32,pieces:8,pieces:2,graph:8,graph:2,kernel:4,kernel:16")
     args = parser.parse_args()
     num_bytes = int(args.gigabytes * 1e9)
     on_device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
@@ -41,7 +50,10 @@ def main() -> int:
         )
         if block is not None:
             block.close()
-    print(json.dumps({"gpu": torch.cuda.get_device_name(), "gigabytes": args.gigabytes, "ways": figures}))
+    block = PinnedBlock(num_bytes, driver)
+    loads = {load: measure_load(load, block.bytes, on_device) for load in args.loads.split(",")}
+    found = {"gpu": torch.cuda.get_device_name(), "gigabytes": args.gigabytes, "ways": figures, "loads": loads}
+    print(json.dumps(found))
     return 0
 
 
@@ -63,6 +75,79 @@ def copy_seconds(host: torch.Tensor, on_device: torch.Tensor) -> float:
     ended.record()
     ended.synchronize()
     return began.elapsed_time(ended) / 1e3
+
+
+@triton.jit
+def copy_kernel(source, destination, num_words, BLOCK: tl.constexpr):
+    """Programs take turns over blocks of 8-byte words."""
+    step = tl.num_programs(0) * BLOCK
+    for start in range(tl.program_id(0) * BLOCK, num_words, step):
+        places = start.to(tl.int64) + tl.arange(0, BLOCK)
+        inside = places < num_words
+        tl.store(destination + places, tl.load(source + places, mask=inside), mask=inside)
+
+
+def copy_by_kernel(host: Tensor, on_device: Tensor, num_programs: int) -> None:
+    words = host.numel() // 8 * 8
+    source, destination = host[:words].view(torch.int64), on_device[:words].view(torch.int64)
+    copy_kernel[(num_programs,)](source, destination, words // 8, BLOCK=4096, num_warps=16)
+
+
+def loader_of(load: str, host: Tensor, on_device: Tensor) -> Callable[[], Any]:
+    """What enqueues the load on the current stream."""
+    kind, _, number = load.partition(":")
+    if kind == "kernel":
+        return lambda: copy_by_kernel(host, on_device, int(number))
+    size = int(number) * 2**20 if number else host.numel()
+
+    def enqueue() -> None:
+        for destination, source in zip(on_device.split(size), host.split(size), strict=True):
+            destination.copy_(source, non_blocking=True)
+
+    if kind != "graph":
+        return enqueue
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        enqueue()
+    return graph.replay
+
+
+def measure_load(load: str, host: Tensor, on_device: Tensor) -> dict[str, Any]:
+    """Seconds of a load, of enqueueing it, and microseconds of small copies beside it."""
+    enqueue, found = loader_of(load, host, on_device), {}
+    for small in ("engine", "kernel"):
+        for _ in range(2):  # the first warms up
+            found |= measure_beside(enqueue, small)
+    print(load, ", ".join(f"{name} {value:.4g}" for name, value in found.items()), flush=True)
+    return found
+
+
+def measure_beside(enqueue: Callable[[], Any], small: str) -> dict[str, float]:
+    host = torch.arange(1024).pin_memory()
+    on_device, own, loading = host.cuda(), torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    ended: Any = torch.cuda.Event()
+    began = perf_counter()
+    with torch.cuda.stream(loading):
+        enqueue()
+        ended.record()
+    enqueued, seconds = perf_counter() - began, []
+    with torch.cuda.stream(own):
+        while not ended.query() or not seconds:
+            started = perf_counter()
+            if small == "engine":
+                on_device.copy_(host, non_blocking=True)
+            else:
+                copy_kernel[(1,)](host, on_device, host.numel(), BLOCK=1024)
+            own.synchronize()
+            seconds.append(perf_counter() - started)
+    return {
+        "enqueue_ms": 1e3 * enqueued,
+        "load_ms": 1e3 * (perf_counter() - began),
+        f"{small}_median_us": 1e6 * statistics.median(seconds),
+        f"{small}_worst_us": 1e6 * max(seconds),
+        f"{small}_number": len(seconds),
+    }
 
 
 if __name__ == "__main__":

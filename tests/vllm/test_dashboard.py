@@ -9,6 +9,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+
+pytest.importorskip("starlette")
+
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
