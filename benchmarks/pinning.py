@@ -78,11 +78,11 @@ def copy_seconds(host: torch.Tensor, on_device: torch.Tensor) -> float:
 
 
 @triton.jit
-def copy_kernel(source, destination, num_words, BLOCK: tl.constexpr):
+def copy_kernel(source, destination, num_words, block: tl.constexpr):
     """Programs take turns over blocks of 8-byte words."""
-    step = tl.num_programs(0) * BLOCK
-    for start in range(tl.program_id(0) * BLOCK, num_words, step):
-        places = start.to(tl.int64) + tl.arange(0, BLOCK)
+    step = tl.num_programs(0) * block
+    for start in range(tl.program_id(0) * block, num_words, step):
+        places = start.to(tl.int64) + tl.arange(0, block)
         inside = places < num_words
         tl.store(destination + places, tl.load(source + places, mask=inside), mask=inside)
 
@@ -90,7 +90,7 @@ def copy_kernel(source, destination, num_words, BLOCK: tl.constexpr):
 def copy_by_kernel(host: Tensor, on_device: Tensor, num_programs: int) -> None:
     words = host.numel() // 8 * 8
     source, destination = host[:words].view(torch.int64), on_device[:words].view(torch.int64)
-    copy_kernel[(num_programs,)](source, destination, words // 8, BLOCK=4096, num_warps=16)
+    copy_kernel[(num_programs,)](source, destination, words // 8, block=4096, num_warps=16)
 
 
 def loader_of(load: str, host: Tensor, on_device: Tensor) -> Callable[[], Any]:
@@ -138,7 +138,7 @@ def measure_beside(enqueue: Callable[[], Any], small: str) -> dict[str, float]:
             if small == "engine":
                 on_device.copy_(host, non_blocking=True)
             else:
-                copy_kernel[(1,)](host, on_device, host.numel(), BLOCK=1024)
+                copy_kernel[(1,)](host, on_device, host.numel(), block=1024)
             own.synchronize()
             seconds.append(perf_counter() - started)
     return {
