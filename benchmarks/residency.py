@@ -266,8 +266,11 @@ class Moving:
         self._draft(self.sizes.length)
         drafted, started = self.engine.stats.drafted, time.perf_counter()
         residency.come_back()
-        loading = self._until(lambda: residency.place is Place.RESIDENT)
-        self._until(lambda: self.engine.stats.drafted > drafted)
+        *loading, back = self._until(lambda: residency.place is Place.RESIDENT)
+        loading = loading or [back]
+        catching_up = [back]  # the step in which the draft is back computes what it has missed
+        if self.engine.stats.drafted == drafted:
+            catching_up += self._until(lambda: self.engine.stats.drafted > drafted)
         first_draft = time.perf_counter() - started
         self._draft(0)
         self._steps(settle // 4)
@@ -280,7 +283,8 @@ class Moving:
             "step_loading_s": statistics.median(loading),
             "mean_away_s": statistics.fmean(away),
             "mean_loading_s": statistics.fmean(loading),
-            "steps_loading": len(loading),
+            "loading_s": loading,
+            "catching_up_s": catching_up,
             "first_draft_s": first_draft,
         }
 
@@ -450,7 +454,7 @@ def run_job(args: argparse.Namespace, journal: Journal, models: Models, machine:
     (pair, card), parts = machine, jobs_of(args)[machine]
     where = {"pair": pair, "card": card}
     started = time.time()
-    engine = models.build(pair, card, needs_cost=parts != ["capacity"])
+    engine = models.build(pair, card, needs_cost="traffic" in parts or "wave" in parts)
     journal.add("engine", **where, seconds=time.time() - started)
     played = Played(args, journal, where, models.vocabulary, partial(play_real, engine, args.is_over))
     if not models.is_natural(pair):

@@ -117,8 +117,8 @@ def _add_mechanisms(engine: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     engine.add_argument(
         "--offload", choices=("auto", "on", "off"), default="auto",
-        help="give the draft's memory to the KV cache while pages are short and drafts do not pay: auto (default; off "
-        "until it has been measured on GPUs), on or off",
+        help="give the draft's memory to the KV cache while pages are short and drafts do not pay: auto (on a GPU, "
+        "where it can work; default), on or off",
     )  # fmt: skip
     engine.add_argument(
         "--profile", metavar="FILE",

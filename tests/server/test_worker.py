@@ -6,6 +6,7 @@ import socket
 from contextlib import contextmanager
 from itertools import pairwise
 from threading import Event, Thread
+from time import monotonic
 
 import pytest
 from hypothesis import given
@@ -66,7 +67,9 @@ class Link:
         self.snapshot = message.snapshot or self.snapshot
 
     def until(self, condition) -> None:
+        end = monotonic() + 60
         while not condition():
+            assert monotonic() < end, "it never came true"
             self.receive()
 
 
@@ -75,12 +78,10 @@ def add(name: str, prompt: list[int], max_tokens: int) -> Add:
 
 
 @contextmanager
-def working(executor=None, residency=None, on_idle=lambda: False):
+def working(executor=None, residency=None):
     """A worker over an engine whose tokens are known beforehand."""
     world = World(Fixed(2), agreement=0.5)
-    engine = Engine(
-        world.scheduler, executor(world.executor) if executor else world.executor, residency=residency, on_idle=on_idle
-    )
+    engine = Engine(world.scheduler, executor(world.executor) if executor else world.executor, residency=residency)
     ours, theirs = socket_pair()
     failures: list[BaseException] = []
 
@@ -127,13 +128,13 @@ def test_the_snapshot_says_where_the_draft_is():
 
 def test_a_move_of_an_idle_engine_is_told(monkeypatch):
     monkeypatch.setattr("faser.server.worker.REST_SECONDS", 0.0)
-    residency = StubResidency(StubResidency.STRANDED)
 
-    def come_back() -> bool:
-        residency.stats = StubResidency.RESIDENT
-        return False
+    class Returning(StubResidency):
+        def proceed(self) -> bool:
+            self.stats = StubResidency.RESIDENT
+            return False
 
-    with working(residency=residency, on_idle=come_back) as (link, _):
+    with working(residency=Returning(StubResidency.STRANDED)) as (link, _):
         link.until(lambda: link.snapshot is not None and link.snapshot.residency.is_resident)
 
 

@@ -38,7 +38,6 @@ class CudaDevice:
     max_running = 256
     max_batch_tokens = 4096
     pacing = replace(prompt_pace.GPU, row_sizes=MIXED_BUCKETS)
-    auto_offload = False  # what offload=auto means; True when the moves have been measured on a GPU
     open_driver = staticmethod(open_driver)  # tests have one without a GPU
     runs_ahead = True  # a step is planned while the one before it runs
     exit_depths = (0.0, 0.5)  # each further depth would need as many graphs again
@@ -110,7 +109,7 @@ class CudaDevice:
 
     def _lending_driver(self, parts: Parts) -> MemoryDriver | None:
         """The driver by which the draft's memory can be lent to the target's pages; None: it cannot, or need not."""
-        if parts.draft is None or parts.offload == "off" or (parts.offload == "auto" and not self.auto_offload):
+        if parts.draft is None or parts.offload == "off":
             return None
         weights = own_weights(parts.draft, parts.target)
         with _unless_required(parts):

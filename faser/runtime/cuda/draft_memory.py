@@ -122,8 +122,8 @@ class WeightsLoader:
         self._events = began, ended
 
     def _copy(self) -> None:
+        self._pages.zero_()  # first: a kernel that waits for a copy can hold up kernels of other streams
         self._weights.copy_(self._source, non_blocking=True)
-        self._pages.zero_()
 
     def is_done(self) -> bool:
         """Whether the load has ended. The work that is enqueued from now on sees the weights."""

@@ -257,7 +257,6 @@ def test_without_host_memory_the_draft_stays_and_the_log_says_why(device, monkey
     target = Transformer.random(config, 0, std=0.3)
     options = EngineOptions(policy=Fixed(2), max_running=2, page_size=PAGE_SIZE, max_batch_tokens=64, num_pages=6)
     place = CudaDevice()
-    place.auto_offload = True
     with pytest.raises(ConfigError, match="offload=on: the draft cannot leave the device: its copy in host memory"):
         build_engine(on(target, device), on(make_draft(target), device), replace(options, offload="on"), device=place)
     with caplog.at_level(logging.INFO, "faser.engine"):
