@@ -18,7 +18,7 @@ from faser.engine.pages import PagePool
 from faser.engine.prompt_pace import StepPace
 from faser.engine.scheduler import Scheduler
 from faser.errors import MoveError
-from faser.limits import Limits
+from faser.limits import HeadLimits, Limits
 from faser.policy import BatchView, Policy
 from faser.policy.overlap import Chunks, Overlap
 from faser.policy.residency import ExpectedGain, ResidencyRule, ResidencyView
@@ -28,6 +28,7 @@ from faser.step import PageMoves, PageWrites, Settling, StepPlan, StepResult, St
 
 VOCABULARY = 5
 SEED = 7
+HEADS = {"chain head": HeadLimits(), "block head": HeadLimits(block_rows=5, max_length=4)}
 
 
 def prefix_hash(previous: int, token: int) -> int:
@@ -75,6 +76,22 @@ class _Memory:
 
     def apply(self, writes: PageWrites) -> None:
         self.table[writes.slots, writes.columns] = writes.pages
+
+    def require(self, slot: int, tokens: Sequence[int], start: int, end: int) -> None:
+        """Rows start … end - 1 must have been computed over `tokens`."""
+        prefix = 0
+        for position, token in enumerate(tokens[:end]):
+            prefix = prefix_hash(prefix, int(token))
+            if position >= start:
+                held = self.held[self.table[slot, position // self.page_size], position % self.page_size]
+                assert held == prefix, f"slot {slot}, {position}: was not computed"
+
+    def scribble(self, slot: int, start: int, end: int) -> None:
+        """Write what nobody may read."""
+        for position in range(start, end):
+            page = self.table[slot, position // self.page_size]
+            assert 0 <= page < self.num_backed, f"slot {slot}, {position}: page {page} has no memory"
+            self.held[page, position % self.page_size] = -1
 
     def compute(self, slot: int, tokens: Sequence[int], start: int, count: int) -> int:
         """Rows start … start + count - 1 over `tokens`; returns the hash of the last row's prefix."""
@@ -155,6 +172,9 @@ class OracleExecutor:
             self.num_draft_rows += rows
             if rows:
                 self.draft.compute(slot, self.history[slot], int(plan.draft_start[i]), rows)
+                if self.limits.head is not None:  # the target has the features that these rows read
+                    first, end = int(plan.draft_start[i]), int(plan.draft_start[i]) + rows
+                    self.target.require(slot, self.history[slot], max(first - 1, 0), end - 1)
             assert not length or plan.draft_start[i] + rows == num_tokens, "drafts before it has caught up"
         if self.stops and length and not plan.drafts_beside:
             length = int(self.random.integers(1, length + 1))
@@ -162,9 +182,19 @@ class OracleExecutor:
             right = next_token(hash_of(self.history[slot, :position]), int(self.seeds[slot]))
             wrong = (right + 1) % VOCABULARY
             self.history[slot, position] = right if self.agrees(position) else wrong
-            if self.draft is not None and position < num_tokens + length - 1:
+            if self.draft is not None and self.limits.head is None and position < num_tokens + length - 1:
                 self.draft.compute(slot, self.history[slot], position, 1)
+        if self.draft is not None and self.limits.head is not None and length:
+            self._leave_drafts(self.draft, self.limits.head, slot, num_tokens, length)
         return length
+
+    def _leave_drafts(self, draft: _Memory, head: HeadLimits, slot: int, num_tokens: int, length: int) -> None:
+        """The rows of drafts, and those of a block, are not what the target's features would give."""
+        if head.block_rows:
+            assert length <= head.max_length
+            draft.scribble(slot, num_tokens - 1, num_tokens - 1 + head.block_rows)
+        else:
+            draft.scribble(slot, num_tokens, num_tokens + length - 1)
 
     def _verify(self, plan: StepPlan, i: int, num_drafted: int) -> list[int]:
         slot, start, rows = int(plan.slots[i]), int(plan.start[i]), int(plan.num_rows[i])
@@ -309,12 +339,13 @@ class World:
         agreement: float = 0.6,
         caching: bool = True,
         draft_max_len: int | None = None,
+        head: HeadLimits | None = None,
         overlap: Overlap | None = None,
         pace: StepPace | None = None,
         seconds: Callable[[StepPlan], StepSeconds] = lambda plan: StepSeconds(),
     ) -> None:
         self.seconds = seconds  # of a step; the pace learns from them
-        self.limits = Limits(max_running, max_batch_tokens, max_model_len, draft_max_len)
+        self.limits = Limits(max_running, max_batch_tokens, max_model_len, draft_max_len, head)
         most_pages = num_pages + pages_gained
         self.target = PagePool(num_pages, page_size, max_running, max_model_len, caching, most_pages)
         self.draft = (

@@ -18,7 +18,7 @@ from faser.engine.prefixes import Prefixes
 from faser.engine.prompt_pace import KEPT_UP, Room, StepPace, catch_up_work, share
 from faser.engine.slots import SlotTable
 from faser.errors import EngineError
-from faser.limits import Limits
+from faser.limits import HeadLimits, Limits
 from faser.policy import BatchView, Policy
 from faser.policy.base import Outcome
 from faser.rules.overlap import OverlapPlan
@@ -126,6 +126,8 @@ class DraftPlanner:
         limit: IntArray = np.minimum(np.maximum(state.end[slots] - begin - 1, 0), state.max_draft[slots])
         if self._limits.draft_max_len is not None:
             limit = np.clip(self._limits.draft_max_len + 1 - begin, 0, limit)
+        if self._limits.head is not None:
+            limit = self._head_limit(self._limits.head, begin, limit)
         return BatchView(
             slots=slots,
             num_tokens=num_tokens,
@@ -138,6 +140,11 @@ class DraftPlanner:
             num_prefill_rows=num_prefill_rows,
             cost=self.cost,
         )
+
+    def _head_limit(self, head: HeadLimits, begin: IntArray, limit: IntArray) -> IntArray:
+        """Nothing without features, and nothing where a block would reach beyond the longest context."""
+        can_draft = (begin >= head.LEAST_CONTEXT) & (begin - 1 + head.block_rows <= self._limits.max_model_len)
+        return np.where(can_draft, np.minimum(limit, head.max_length), 0)
 
     def ask_policy(self, view: BatchView) -> IntArray:
         if self.is_away:
@@ -180,7 +187,7 @@ class DraftPlanner:
         lengths = np.where(rows == lag, lengths, 0)
         # An unsettled request computes all its rows or none: which rows those are is known only later.
         rows = np.where(unsettled & (rows < lag), 0, rows)
-        needed = np.where(rows > 0, computed[slots] + rows + np.maximum(lengths - 1, 0), 0)
+        needed = np.where(rows > 0, computed[slots] + rows + self._rows_behind(lengths), 0)
         if not self._draft_pages.reserve(slots, needed):
             self._reclaim(slots[rows == 0])
             granted = self._grant(slots, rows, needed)
@@ -202,8 +209,11 @@ class DraftPlanner:
 
     def move(self, plan: StepPlan, result: StepResult) -> None:
         """Set the draft's position after a step; the target's is set. KV from the first rejected token on is void."""
-        # the draft computed all its tokens but the last
-        computed = plan.draft_start + plan.draft_rows + np.maximum(result.num_drafted - 1, 0)
+        computed = plan.draft_start + plan.draft_rows
+        if self._limits.head is None:  # the draft computed all its tokens but the last
+            computed = computed + np.maximum(result.num_drafted - 1, 0)
+        elif self._limits.head.block_rows:  # the last context token was a row of the block
+            computed = np.minimum(computed, plan.num_tokens - 1)
         valid = np.minimum(computed, self._slots.num_tokens[plan.slots] - 1)
         self._slots.draft_computed[plan.slots] = 0 if self.is_away else np.where(plan.samples, valid, computed)
         if self.overlap is not None:
@@ -223,6 +233,13 @@ class DraftPlanner:
         self._slots.draft_computed[slots] = np.minimum(self._slots.draft_computed[slots], computed)
 
     # ── pages and rows of the draft ──────────────────────────────────────────────────────────────────────────────────
+
+    def _rows_behind(self, lengths: IntArray) -> IntArray:
+        """[B] rows of the draft behind the context, in steps that draft `lengths` tokens."""
+        head = self._limits.head
+        if head is None or not head.block_rows:
+            return np.maximum(lengths - 1, 0)
+        return np.where(lengths > 0, head.block_rows - 1, 0)
 
     def _grant(self, slots: IntArray, rows: IntArray, needed: IntArray) -> BoolArray:
         """Reserve draft pages for the oldest requests with rows. The newest give theirs up: the oldest catches up."""

@@ -22,7 +22,16 @@ from faser.policy.overlap import Overlap
 from faser.request import FinishReason
 from faser.step import Settling, StepPlan
 from tests.ahead import Ahead
-from tests.oracle import SEED, VOCABULARY, RandomLengths, SometimesOverlap, World, expected_output, make_request
+from tests.oracle import (
+    HEADS,
+    SEED,
+    VOCABULARY,
+    RandomLengths,
+    SometimesOverlap,
+    World,
+    expected_output,
+    make_request,
+)
 
 
 class Sometimes(Policy):
@@ -303,16 +312,17 @@ def test_the_random_overlap_of_these_tests_makes_every_kind_of_step():
 @settings(max_examples=150, deadline=None)
 @given(
     workload=workloads(), num_pages=st.integers(9, 40), num_draft_pages=st.integers(4, 30), seed=st.integers(0, 99),
-    caching=st.booleans(), max_batch_tokens=st.integers(4, 14), stops=st.booleans(), overlaps=st.booleans(),
+    caching=st.booleans(), max_batch_tokens=st.integers(4, 14), stops=st.booleans(),
+    mechanism=st.sampled_from(["plain", "overlap", *HEADS]),
 )  # fmt: skip
 def test_any_workload_gets_its_tokens_and_loses_no_page(
-    kind, workload, num_pages, num_draft_pages, seed, caching, max_batch_tokens, stops, overlaps
+    kind, workload, num_pages, num_draft_pages, seed, caching, max_batch_tokens, stops, mechanism
 ):
     policy = {"off": Fixed(0), "sometimes": Sometimes(seed), "random": RandomLengths(3), "fixed": Fixed(3)}[kind]
     engine, world, _ = make_engine(
         policy, num_pages=num_pages, num_draft_pages=num_draft_pages, max_running=4,
-        max_batch_tokens=max_batch_tokens, max_model_len=MAX_LEN, caching=caching,
-        overlap=SometimesOverlap(seed) if overlaps else None,
+        max_batch_tokens=max_batch_tokens, max_model_len=MAX_LEN, caching=caching, head=HEADS.get(mechanism),
+        overlap=SometimesOverlap(seed) if mechanism == "overlap" else None,
     )  # fmt: skip
     world.executor.stops = stops
     expected, texts = {}, []

@@ -18,7 +18,7 @@ from faser.policy import Fixed, Policy
 from faser.request import FinishReason
 from faser.step import StepPlan, StepSeconds
 from tests.ahead import Ahead
-from tests.oracle import SEED, RandomLengths, SometimesOverlap, World, expected_output, make_request
+from tests.oracle import HEADS, SEED, RandomLengths, SometimesOverlap, World, expected_output, make_request
 
 
 def assert_exact(world, *requests):
@@ -697,12 +697,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         agreement=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
         caching=st.booleans(),
         seed=st.integers(0, 99),
-        overlaps=st.booleans(),
+        kind=st.sampled_from(["plain", "overlap", *HEADS]),
         bound=st.sampled_from([None, 0.011, 0.03]),
     )
-    def start(
-        self, num_pages, num_draft_pages, max_running, spare_rows, agreement, caching, seed, overlaps, bound
-    ) -> None:
+    def start(self, num_pages, num_draft_pages, max_running, spare_rows, agreement, caching, seed, kind, bound) -> None:
+        if kind in HEADS:  # a head has pages
+            num_draft_pages = num_draft_pages or 20
         self.world = World(
             RandomLengths(5, seed),
             num_pages=num_pages,
@@ -712,7 +712,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=40,
             agreement=agreement,
             caching=caching,
-            overlap=SometimesOverlap(seed) if overlaps else None,
+            head=HEADS.get(kind),
+            overlap=SometimesOverlap(seed) if kind == "overlap" else None,
             pace=None if bound is None else StepPace(bound, Pacing(1e3 * bound, 4, 1)),
             seconds=seconds_of,
         )
