@@ -24,10 +24,11 @@ from faser.engine.prompt_pace import StepPace
 from faser.engine.residency import Residency
 from faser.engine.scheduler import Scheduler
 from faser.errors import ConfigError, ModelError
-from faser.limits import HARD_MAX_LENGTH, Limits
+from faser.limits import HARD_MAX_LENGTH, HeadLimits, Limits
 from faser.models import weights
 from faser.models.config import ModelConfig
 from faser.models.draft import apply_patch
+from faser.models.heads import BLOCK, DraftHead
 from faser.models.source import FolderSource, GgufSource, PatchSource, open_draft, open_target
 from faser.models.transformer import Transformer
 from faser.policy import Policy
@@ -35,7 +36,7 @@ from faser.policy.early_exit import EarlyExit, can_pay
 from faser.policy.overlap import Overlap, worthwhile
 from faser.progress import progress_bar
 from faser.rules.early_exit import candidates_of, layers_at
-from faser.runtime.device import Device, DeviceExecutor, Parts, make_device
+from faser.runtime.device import Device, DeviceExecutor, DraftModel, Parts, make_device
 from faser.runtime.kv_cache import bytes_per_page, fitting_pages, require_room
 from faser.runtime.profiling import saved as saved_profiles
 from faser.runtime.profiling.assumed import assumed_profile
@@ -49,7 +50,7 @@ from faser.text.tokenizer import Tokenizer
 
 log = logging.getLogger("faser.engine")
 
-Draft = Transformer | str | None  # a model, NGRAM, or no draft
+Draft = DraftModel | str | None  # a model or a head, NGRAM, or no draft
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def load_pair(model: str | Transformer | None, draft: Draft, options: EngineOpti
         if isinstance(draft, str) and draft != NGRAM:
             raise ConfigError(f"the target is in memory and the draft {draft!r} is not; load it first")
         # Models in memory come without tokenizers: only the number of tokens can be compared.
-        if isinstance(draft, Transformer) and draft.config.vocab_size != model.config.vocab_size:
+        if isinstance(draft, DraftModel) and draft.config.vocab_size != model.config.vocab_size:
             raise ModelError(
                 f"the draft has {draft.config.vocab_size} tokens, the target {model.config.vocab_size}; "
                 "expected the same tokenizer"
@@ -81,7 +82,7 @@ def load_pair(model: str | Transformer | None, draft: Draft, options: EngineOpti
         if options.dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
             raise ConfigError(f"dtype={options.dtype!r}: the model in memory is {model.dtype}; load it as you want it")
         return LoadedPair(model, draft, None)
-    if isinstance(draft, Transformer):
+    if isinstance(draft, DraftModel):
         raise ConfigError(f"the draft is in memory and the target {model!r} is not; load it first")
     return _load_sources(model, draft, options)
 
@@ -139,8 +140,12 @@ class _Made:
     page_size: int
 
     @property
-    def draft_model(self) -> Transformer | None:
-        return self.draft if isinstance(self.draft, Transformer) else None
+    def draft_model(self) -> DraftModel | None:
+        return self.draft if isinstance(self.draft, DraftModel) else None
+
+    @property
+    def has_head(self) -> bool:
+        return isinstance(self.draft, DraftHead)
 
 
 def build_engine(
@@ -182,7 +187,7 @@ def build_engine(
     exits = _make_exits(made, options, cost)
     if exits is None:
         return engine()
-    known = _about(made), [made.target, *([made.draft_model] if made.draft_model is not None else [])]
+    known = _about(made), [made.target, *([made.draft] if isinstance(made.draft, Transformer) else [])]
     saved_profiles.restore_exits(exits, *known)
     return engine(exits=exits, on_close=partial(saved_profiles.keep_exits, exits, *known))
 
@@ -197,9 +202,9 @@ def _make_overlap(made: _Made, options: EngineOptions, cost: ProfiledCost | None
     """None without a draft model, on a device that cannot overlap, and, for `auto`, where overlap never pays."""
     if options.overlap == "on" and not made.device.splits:
         raise ConfigError(f"overlap=on: {made.device.name} drafts and verifies one after the other; leave it out")
-    if options.overlap == "on" and made.draft_model is None:
+    if options.overlap == "on" and not isinstance(made.draft, Transformer):
         raise ConfigError("overlap=on: there is no draft model to overlap with verification; give one, or leave it out")
-    if options.overlap == "off" or made.draft_model is None or not made.device.splits:
+    if options.overlap == "off" or not isinstance(made.draft, Transformer) or not made.device.splits:
         _forget(made, "overlap")
         return None
     if options.overlap == "auto":
@@ -223,6 +228,10 @@ def _make_exits(made: _Made, options: EngineOptions, cost: ProfiledCost | None) 
     mode = options.early_exit
     has_price = cost is not None and cost.profile.exit_check is not None
     _forget(made, "exits")
+    if made.has_head:
+        if mode == "on":
+            raise ConfigError("early_exit=on: a draft head needs the features of whole verifications; leave it out")
+        return None
     if made.draft is None or mode == "off" or (mode == "auto" and not has_price):
         return None
     depths = made.device.exit_depths
@@ -279,8 +288,8 @@ def _make_executor(
 ) -> _Made:
     policy = options.make_policy(has_draft=draft is not None)
     device = device or make_device(options.device if options.device != "auto" else target.device.type)
-    draft_model = draft if isinstance(draft, Transformer) else None
-    if options.offload == "on" and draft_model is None:
+    draft_model = draft if isinstance(draft, DraftModel) else None
+    if options.offload == "on" and not isinstance(draft, Transformer):
         raise ConfigError("offload=on: there is no draft model that could leave the device; give one, or leave it out")
     limits = _limits(options, device, target, draft_model)
     # [max_running, max_model_len]; numpy's zeros take memory only where they are first written
@@ -371,7 +380,7 @@ def _measure(made: _Made, budget: float | None = None) -> tuple[Profile, float]:
 def _subject(made: _Made) -> Subject:
     models = made.target, made.draft_model or made.target
     target_bytes, draft_bytes = (bytes_per_page(model.config, made.page_size, model.dtype) for model in models)
-    own = own_weights(made.draft_model, made.target) if made.draft_model is not None else []
+    own = own_weights(made.draft, made.target) if isinstance(made.draft, Transformer) else []
     return Subject(
         executor=made.executor,
         limits=made.limits,
@@ -382,9 +391,9 @@ def _subject(made: _Made) -> Subject:
         usual_length=_usual_length(made.policy, made.draft),
         vocab_size=made.target.config.vocab_size,
         how=made.device.profiling,
-        exit_layer=made.target.num_layers // 2,
+        exit_layer=0 if made.has_head else made.target.num_layers // 2,
         exit_candidates=candidates_of(made.target.config.vocab_size),
-        splits=made.device.splits if made.device.profiling.has_lanes else (),
+        splits=made.device.splits if made.device.profiling.has_lanes and not made.has_head else (),
         draft_memory=made.executor.draft_memory,
         leaving_bytes=home_bytes(own),
         page_bytes=(target_bytes, draft_bytes),
@@ -395,14 +404,20 @@ def _subject(made: _Made) -> Subject:
 # ── sizes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _limits(options: EngineOptions, device: Device, target: Transformer, draft: Transformer | None) -> Limits:
+def _limits(options: EngineOptions, device: Device, target: Transformer, draft: DraftModel | None) -> Limits:
     max_running = options.max_running or min(device.max_running, options.max_batch_tokens or device.max_running)
     return Limits(
         max_running,
         options.max_batch_tokens or max(device.max_batch_tokens, max_running),
         _max_model_len(options, target.max_positions),
         draft.max_positions if draft is not None else None,
+        _head_limits(draft) if isinstance(draft, DraftHead) else None,
     )
+
+
+def _head_limits(head: DraftHead) -> HeadLimits:
+    config = head.head_config
+    return HeadLimits(config.num_block_rows, config.num_drafts) if config.kind == BLOCK else HeadLimits()
 
 
 def _max_model_len(options: EngineOptions, known: int) -> int:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from faser.models.config import ModelConfig, Rope
+from faser.models.heads import BLOCK, EAGLE3, BlockHead, DraftHead, Eagle3Head, HeadConfig
 from faser.models.transformer import Transformer
 
 VOCABULARY = 61
@@ -50,3 +51,20 @@ def make_draft(target: Transformer, noise: float = 0.03, seed: int = 1) -> Trans
     for weight in draft.weights():
         weight += noise * torch.randn(weight.shape, generator=generator)
     return draft
+
+
+def make_head(target: Transformer, kind: str = "eagle3", seed: int = 2, std: float = 0.3) -> DraftHead:
+    """A random head of one of HEAD_KINDS."""
+    config = target.config
+    layers = replace(_BASE, num_layers=1, head_dim=16, tie_embeddings=False, max_positions=config.max_positions)
+    options = {"layers": layers, "target_hidden_size": config.hidden_size, "feature_layers": (0, config.num_layers - 1)}
+    if kind.startswith("eagle3"):
+        more = {"norm_before_residual": True, "norm_output": True} if "3.1" in kind else {}
+        return Eagle3Head.random(HeadConfig(kind=EAGLE3, draft_vocab_size=40, **options, **more), target, seed, std=std)
+    options["layers"] = replace(layers, family="qwen3", num_layers=2, qk_norm=True)
+    if kind == "dspark":
+        options |= {"anchor_predicts": True, "markov_rank": 4, "confidence": True, "confidence_with_markov": True}
+    return BlockHead.random(HeadConfig(kind=BLOCK, num_drafts=5, mask_token_id=1, **options), target, seed, std=std)
+
+
+HEAD_KINDS = ("eagle3", "eagle3.1", "dflash", "dspark")

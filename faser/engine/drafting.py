@@ -143,7 +143,8 @@ class DraftPlanner:
 
     def _head_limit(self, head: HeadLimits, begin: IntArray, limit: IntArray) -> IntArray:
         """Nothing without features, and nothing where a block would reach beyond the longest context."""
-        can_draft = (begin >= head.LEAST_CONTEXT) & (begin - 1 + head.block_rows <= self._limits.max_model_len)
+        longest = min(self._limits.max_model_len, self._limits.draft_max_len or self._limits.max_model_len)
+        can_draft = (begin >= head.LEAST_CONTEXT) & (begin - 1 + head.block_rows <= longest)
         return np.where(can_draft, np.minimum(limit, head.max_length), 0)
 
     def ask_policy(self, view: BatchView) -> IntArray:

@@ -15,8 +15,11 @@ from faser.errors import ConfigError
 from faser.limits import Limits
 from faser.machine import DEVICES
 from faser.models.config import ModelConfig
+from faser.models.heads import DraftHead
 from faser.models.transformer import Transformer
 from faser.runtime.sampling import Sampler
+
+DraftModel = Transformer | DraftHead
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Parts:
     """What an executor is made of, on any device."""
 
     target: Transformer
-    draft: Transformer | None
+    draft: DraftModel | None
     uses_ngrams: bool
     limits: Limits
     page_size: int
@@ -38,8 +41,12 @@ class Parts:
     acceptance: float | None  # accept drafts with this probability whatever the target says: for measuring
 
     @property
-    def models(self) -> list[Transformer]:
+    def models(self) -> list[DraftModel]:
         return [model for model in (self.target, self.draft) if model is not None]
+
+    @property
+    def head(self) -> DraftHead | None:
+        return self.draft if isinstance(self.draft, DraftHead) else None
 
     @property
     def most_pages(self) -> int:

@@ -22,15 +22,21 @@ def bytes_per_page(config: ModelConfig, page_size: int, dtype: torch.dtype) -> i
     return config.num_layers * page_size * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
+def feature_bytes_per_page(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
+    """The target's features of a page, for a draft head of this shape."""
+    return page_size * config.hidden_size * dtype.itemsize
+
+
 def fitting_pages(
     budget: int,
     models: Sequence[tuple[ModelConfig, torch.dtype]],
     page_size: int,
     max_model_len: int,
     most: int = 2**40,
+    feature_bytes: int = 0,
 ) -> int:
-    """Pages of each model that `budget` bytes hold together, at most `most`."""
-    page = sum(bytes_per_page(config, page_size, dtype) for config, dtype in models)
+    """Pages of each model that `budget` bytes hold together, at most `most`, with `feature_bytes` for each page."""
+    page = feature_bytes + sum(bytes_per_page(config, page_size, dtype) for config, dtype in models)
     require_useful(budget, page, page_size, useful_pages(page_size, max_model_len))
     return min(budget // page, most)
 

@@ -10,12 +10,12 @@ from faser.config import EngineOptions, draft_name, model_name
 from faser.engine.engine import Engine
 from faser.engine.stats import EngineStats
 from faser.errors import ConfigError, InvalidRequest
+from faser.models.heads import DraftHead
 from faser.models.source import DEFAULT_HUB_NAME, open_target, recommended_sampling
-from faser.models.transformer import Transformer
 from faser.progress import progress_bar
 from faser.request import Grammar, Request, SamplingParams
-from faser.runtime.device import why_device
-from faser.runtime.kv_cache import bytes_per_page
+from faser.runtime.device import DraftModel, why_device
+from faser.runtime.kv_cache import bytes_per_page, feature_bytes_per_page
 from faser.server.messages import About, Start
 from faser.server.worker import Served
 from faser.text.grammar import ANY_OBJECT, shared_compiler
@@ -75,8 +75,11 @@ def _warm_up(engine: Engine, pair: LoadedPair) -> None:
 
 
 def _kv_bytes(pair: LoadedPair, num_pages: int, page_size: int) -> int:
-    models = [model for model in (pair.target, pair.draft) if isinstance(model, Transformer)]
-    return num_pages * sum(bytes_per_page(model.config, page_size, model.dtype) for model in models)
+    models = [model for model in (pair.target, pair.draft) if isinstance(model, DraftModel)]
+    page = sum(bytes_per_page(model.config, page_size, model.dtype) for model in models)
+    if isinstance(pair.draft, DraftHead):
+        page += feature_bytes_per_page(pair.draft.config, page_size, pair.draft.dtype)
+    return num_pages * page
 
 
 def _reasons(start: Start, options: EngineOptions, device: str) -> dict[str, str]:

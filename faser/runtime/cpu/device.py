@@ -10,16 +10,24 @@ import torch
 from faser.engine import prompt_pace
 from faser.errors import ConfigError
 from faser.models.config import ModelConfig
+from faser.models.heads import BlockHead, Eagle3Head
 from faser.models.transformer import Transformer
 from faser.rules.early_exit import DEPTHS
 from faser.runtime.cpu.draft_memory import CpuDraftMemory, HostBlock
-from faser.runtime.cpu.drafter import ModelDrafter
+from faser.runtime.cpu.drafter import BlockDrafter, Eagle3Drafter, ModelDrafter
 from faser.runtime.cpu.executor import TorchExecutor
-from faser.runtime.cpu.runner import ModelRunner
+from faser.runtime.cpu.runner import FeaturePages, HeadRunner, ModelRunner
 from faser.runtime.cpu.verifier import Verifier
-from faser.runtime.device import Parts, Profiling, Speeds
+from faser.runtime.device import DraftModel, Parts, Profiling, Speeds
 from faser.runtime.drafter import Drafter
-from faser.runtime.kv_cache import GIB, bytes_per_page, fitting_pages, pages_over, require_room
+from faser.runtime.kv_cache import (
+    GIB,
+    bytes_per_page,
+    feature_bytes_per_page,
+    fitting_pages,
+    pages_over,
+    require_room,
+)
 from faser.runtime.ngram import NgramDrafter
 from faser.runtime.weights_home import home_bytes, own_weights
 from faser.threads import ThreadTuner, available_cpus, user_chose_threads
@@ -57,17 +65,19 @@ class CpuDevice:
         num_pages = parts.num_pages or self._num_pages(parts)
         gained = _pages_gained(parts, num_pages) if parts.offload == "on" else 0  # auto: see draft_memory.py
         target_pages = _page_block(parts.target, num_pages + gained, parts.page_size)
+        features = None if parts.head is None else FeaturePages(parts.head, num_pages, parts.page_size)
+        target = _runner(parts.target, target_pages, parts, features)
         drafter: Drafter | None = None
         memory: CpuDraftMemory | None = None
         if parts.draft is not None:
             draft_pages = _page_block(parts.draft, num_pages, parts.page_size)
-            runner = _runner(parts.draft, draft_pages, parts)
-            drafter = ModelDrafter(runner, parts.sampler, parts.history, parts.target.config.vocab_size)
+            drafter = _make_drafter(parts, draft_pages, target)
             if gained:
+                assert isinstance(parts.draft, Transformer)
                 memory = CpuDraftMemory(parts.target, parts.draft, target_pages, draft_pages, num_pages, gained)
         elif parts.uses_ngrams:
             drafter = NgramDrafter(parts.history.numpy())
-        verifier = Verifier(_runner(parts.target, target_pages, parts), parts.sampler, parts.history)
+        verifier = Verifier(target, parts.sampler, parts.history)
         executor = TorchExecutor(verifier, drafter, parts.sampler, parts.history, _make_tuner(), memory)
         return executor, num_pages
 
@@ -75,10 +85,29 @@ class CpuDevice:
         require_room(parts.kv_memory, self.memory - sum(model.num_bytes for model in parts.models))
         budget = parts.kv_memory or self.default_kv_memory()
         models = [(model.config, model.dtype) for model in parts.models]
-        return fitting_pages(budget, models, parts.page_size, parts.limits.max_model_len, parts.most_pages)
+        head, feature_bytes = parts.head, 0
+        if head is not None:
+            feature_bytes = feature_bytes_per_page(head.config, parts.page_size, head.dtype)
+        sizes = parts.page_size, parts.limits.max_model_len, parts.most_pages
+        return fitting_pages(budget, models, *sizes, feature_bytes)
 
 
-def _page_block(model: Transformer, num_pages: int, page_size: int) -> HostBlock:
+def _make_drafter(parts: Parts, draft_pages: HostBlock, target: ModelRunner) -> Drafter:
+    """Of a draft model or a head."""
+    rest = parts.sampler, parts.history, parts.target.config.vocab_size
+    draft = parts.draft
+    if isinstance(draft, Transformer):
+        return ModelDrafter(_runner(draft, draft_pages, parts), *rest)
+    assert draft is not None
+    pages = pages_over(draft_pages.bytes, draft.config, parts.page_size, draft.dtype)
+    runner = HeadRunner(draft, pages, parts.limits.max_running, parts.limits.max_model_len, target)
+    if isinstance(draft, Eagle3Head):
+        return Eagle3Drafter(runner, draft, *rest)
+    assert isinstance(draft, BlockHead)
+    return BlockDrafter(runner, draft, *rest)
+
+
+def _page_block(model: DraftModel, num_pages: int, page_size: int) -> HostBlock:
     num_bytes = num_pages * bytes_per_page(model.config, page_size, model.dtype)
     try:
         return HostBlock(num_bytes)
@@ -86,14 +115,14 @@ def _page_block(model: Transformer, num_pages: int, page_size: int) -> HostBlock
         raise ConfigError(f"no memory for a KV cache of {num_bytes / GIB:.2f} GiB; lower kv_memory") from error
 
 
-def _runner(model: Transformer, block: HostBlock, parts: Parts) -> ModelRunner:
+def _runner(model: Transformer, block: HostBlock, parts: Parts, features: FeaturePages | None = None) -> ModelRunner:
     pages = pages_over(block.bytes, model.config, parts.page_size, model.dtype)
-    return ModelRunner(model, pages, parts.limits.max_running, parts.limits.max_model_len)
+    return ModelRunner(model, pages, parts.limits.max_running, parts.limits.max_model_len, features)
 
 
 def _pages_gained(parts: Parts, num_pages: int) -> int:
     """Target pages that the draft's weights and pages would hold, no more than all slots can use."""
-    if parts.draft is None:
+    if not isinstance(parts.draft, Transformer):
         return 0
     draft_page, page = (bytes_per_page(m.config, parts.page_size, m.dtype) for m in (parts.draft, parts.target))
     freed = home_bytes(own_weights(parts.draft, parts.target)) + num_pages * draft_page

@@ -1,5 +1,7 @@
 """One model on the CPU with its KV pages and page table: rows in, logits out. Target and draft have a runner each.
 
+For a draft head, the target's runner also keeps features: of every row that it computes, in pages of their own.
+
 Every request has its own number of rows, so a batch is flat, with `cu_` offsets where a request's rows begin. Attention
 is ragged, over pages, with plain torch calls. Requests are put into groups. A group's pages are gathered into one
 padded block, and torch's fused attention is called once per group and layer. Indices, masks and rotation depend on the
@@ -10,6 +12,8 @@ which keeps the fused kernel on its fast path.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -18,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from faser.arrays import NONE, IntArray
+from faser.models.heads import DraftHead
 from faser.models.layers import rotate
 from faser.models.transformer import Transformer
 from faser.step import PageMoves, PageWrites
@@ -59,18 +64,34 @@ class Rows:
         return self.cu_rows[1:] - 1
 
 
-class ModelRunner:
-    """Counts the seconds of its forwards until `take_seconds`."""
+class FeaturePages:
+    """The target's features as a draft head reads them: fused, one row of `pages` [pages, page_size, hidden] a token.
 
-    def __init__(self, model: Transformer, pages: torch.Tensor, max_slots: int, max_tokens: int) -> None:
-        self.model = model
+    They stand under the target's page table, so whatever context the target has, the head can compute.
+    """
+
+    def __init__(self, head: DraftHead, num_pages: int, page_size: int) -> None:
+        layers = head.head_config.feature_layers
+        assert layers is not None, "a head in memory knows its target"
+        self.layers = layers  # the features are the residual streams before these
+        self._fuse = head.fuse
+        self._pages = torch.zeros(num_pages * page_size, head.config.hidden_size, dtype=head.dtype)
+
+    def write(self, entries: torch.Tensor, features: Sequence[torch.Tensor]) -> None:
+        self._pages.index_copy_(0, entries, self._fuse(torch.cat(tuple(features), dim=-1)))
+
+    def read(self, entries: torch.Tensor) -> torch.Tensor:
+        return self._pages[entries]
+
+
+class Runner:
+    """The pages and the page table of one model, and the seconds of its forwards until `take_seconds`."""
+
+    def __init__(self, model: Transformer | DraftHead, pages: torch.Tensor, max_slots: int, max_tokens: int) -> None:
+        self._model = model
         self._seconds = 0.0
         self._pages = pages  # of `pages_over`
         self._table: IntArray = np.zeros((max_slots, -(-max_tokens // pages.shape[2])), dtype=np.int64)
-
-    def move(self, moves: PageMoves) -> None:
-        sources, destinations = torch.from_numpy(moves.sources), torch.from_numpy(moves.destinations)
-        self._pages.index_copy_(1, destinations, self._pages.index_select(1, sources))
 
     def apply(self, writes: PageWrites) -> None:
         self._table[writes.slots, writes.columns] = writes.pages
@@ -80,13 +101,84 @@ class ModelRunner:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
+    def entries(self, owners: IntArray, positions: IntArray) -> torch.Tensor:
+        """[R] places in the pages of a layer, of the tokens at `positions` [R] of the slots `owners` [R]."""
+        size = self._pages.shape[2]
+        return torch.from_numpy(self._table[owners, positions // size] * size + positions % size)
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        started = perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds += perf_counter() - started
+
+
+class HeadRunner(Runner):
+    """A draft head on the CPU. `features` gives the target's features of tokens, by slot and position."""
+
+    def __init__(
+        self, head: DraftHead, pages: torch.Tensor, max_slots: int, max_tokens: int, target: ModelRunner
+    ) -> None:
+        super().__init__(head, pages, max_slots, max_tokens)
+        self._target = target
+
+    def features(self, owners: IntArray, positions: IntArray) -> torch.Tensor:
+        assert self._target.features is not None
+        return self._target.features.read(self._target.entries(owners, positions))
+
+    def attention(self, rows: Rows, first_key: int = 0, sees_all: bool = False) -> CpuAttention:
+        """`sees_all`: a row sees all rows of its request, not only those before it."""
+        return CpuAttention(self._model, self._pages, self._table, rows, first_key, sees_all)
+
+    def write_kv(self, rows: Rows, layer: int, kv: torch.Tensor) -> None:
+        """Store keys, which are not rotated, and values: kv [R, 2 * num_kv_heads, head_dim]."""
+        positions = torch.from_numpy(rows.positions)
+        cos, sin = self._model.cos[positions].unsqueeze(1), self._model.sin[positions].unsqueeze(1)
+        rotate(kv[:, : self._model.config.num_kv_heads], cos, sin)
+        self._pages[layer].flatten(0, 1).index_copy_(0, self.entries(rows.owners, rows.positions), kv)
+
+
+class ModelRunner(Runner):
+    """A whole model on the CPU."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        pages: torch.Tensor,
+        max_slots: int,
+        max_tokens: int,
+        features: FeaturePages | None = None,
+    ) -> None:
+        super().__init__(model, pages, max_slots, max_tokens)
+        self.model = model
+        self.features = features
+
+    def move(self, moves: PageMoves) -> None:
+        assert self.features is None, "a target with a head has pages that stay"
+        sources, destinations = torch.from_numpy(moves.sources), torch.from_numpy(moves.destinations)
+        self._pages.index_copy_(1, destinations, self._pages.index_select(1, sources))
+
     def run(self, rows: Rows, hidden: torch.Tensor, first: int = 0, last: int | None = None) -> torch.Tensor:
         """Run layers first … last - 1 (default: all) on hidden [R, hidden size]."""
-        started = perf_counter()
-        attend = CpuAttention(self.model, self._pages, self._table, rows)
-        hidden = self.model.run_layers(hidden, attend, first, last)
-        self._seconds += perf_counter() - started
-        return hidden
+        with self.timed():
+            attend = CpuAttention(self.model, self._pages, self._table, rows)
+            if self.features is not None:
+                assert (first, last) == (0, None), "features are kept of whole forwards"
+                return self._run_and_keep(self.features, rows, hidden, attend)
+            return self.model.run_layers(hidden, attend, first, last)
+
+    def _run_and_keep(
+        self, features: FeaturePages, rows: Rows, hidden: torch.Tensor, attend: CpuAttention
+    ) -> torch.Tensor:
+        kept, done = [], 0
+        for layer in features.layers:
+            hidden = self.model.run_layers(hidden, attend, done, layer)
+            kept.append(hidden)
+            done = layer
+        features.write(self.entries(rows.owners, rows.positions), kept)
+        return self.model.run_layers(hidden, attend, done)
 
     def logits(
         self, hidden: torch.Tensor, wanted: IntArray, candidates: int = 0, token_ids: IntArray = NONE
@@ -95,15 +187,12 @@ class ModelRunner:
 
         With `candidates`: [len(wanted), candidates + 1], as Transformer.shortlist_logits.
         """
-        started = perf_counter()
-        if wanted.size < hidden.shape[0]:
-            hidden = hidden[torch.from_numpy(wanted)]
-        if candidates:
-            logits = self.model.shortlist_logits(hidden, candidates, torch.from_numpy(token_ids))
-        else:
-            logits = self.model.logits(hidden)
-        self._seconds += perf_counter() - started
-        return logits
+        with self.timed():
+            if wanted.size < hidden.shape[0]:
+                hidden = hidden[torch.from_numpy(wanted)]
+            if candidates:
+                return self.model.shortlist_logits(hidden, candidates, torch.from_numpy(token_ids))
+            return self.model.logits(hidden)
 
 
 @dataclass(frozen=True)
@@ -121,9 +210,20 @@ class _Group:
 
 
 class CpuAttention:
-    """Attention over the rows of one forward."""
+    """Attention over the rows of one forward. Keys before `first_key` do not exist.
 
-    def __init__(self, model: Transformer, pages: torch.Tensor, table: IntArray, rows: Rows) -> None:
+    A row sees the keys up to its own, with `sees_all` those of all rows of its request.
+    """
+
+    def __init__(
+        self,
+        model: Transformer | DraftHead,
+        pages: torch.Tensor,
+        table: IntArray,
+        rows: Rows,
+        first_key: int = 0,
+        sees_all: bool = False,
+    ) -> None:
         config = model.config
         self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
         self._scale = config.head_dim**-0.5
@@ -137,7 +237,10 @@ class CpuAttention:
         heads_per_kv = config.num_heads // config.num_kv_heads
         page_bytes = size * 2 * config.num_kv_heads * config.head_dim * model.dtype.itemsize
         members_of = _partition(rows, size, max(1, GROUP_BYTES // page_bytes))
-        self._groups = [_make_group(rows, table, size, members, heads_per_kv, model.dtype) for members in members_of]
+        self._groups = [
+            _make_group(rows, table, size, members, heads_per_kv, model.dtype, first_key, sees_all)
+            for members in members_of
+        ]
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
@@ -193,7 +296,14 @@ def _partition(rows: Rows, page_size: int, most_pages: int) -> list[IntArray]:
 
 
 def _make_group(
-    rows: Rows, table: IntArray, page_size: int, members: IntArray, heads_per_kv: int, dtype: torch.dtype
+    rows: Rows,
+    table: IntArray,
+    page_size: int,
+    members: IntArray,
+    heads_per_kv: int,
+    dtype: torch.dtype,
+    first_key: int,
+    sees_all: bool,
 ) -> _Group:
     counts, start = rows.counts[members], rows.start[members]
     first = rows.cu_rows[members]
@@ -202,9 +312,9 @@ def _make_group(
     offsets = np.minimum(np.arange(num_rows), counts[:, None] - 1)  # [G, L]
     real = np.arange(num_rows) < counts[:, None]  # [G, L]
     taken = (first[:, None] + offsets).reshape(-1)
-    # A row may see keys up to its own position. [G, L, S]
     keys = np.arange(num_pages * page_size)
-    visible = keys <= (start[:, None] + offsets)[:, :, None]
+    last_seen = np.broadcast_to((start + counts - 1)[:, None], offsets.shape) if sees_all else start[:, None] + offsets
+    visible = (keys >= first_key) & (keys <= last_seen[:, :, None])  # [G, L, S]
     mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(torch.from_numpy(~visible), -math.inf)
     mask, folded = mask[:, None], num_rows <= SHORT_ROWS
     if folded:
@@ -216,7 +326,7 @@ def _make_group(
         real=None if real.all() else torch.from_numpy(np.flatnonzero(real)),
         real_rows=picked if real.all() else torch.from_numpy(taken[real.reshape(-1)]),
         pages=torch.from_numpy(table[rows.slots[members], :num_pages].reshape(-1)),  # padding is masked
-        void=torch.from_numpy(np.flatnonzero(keys >= (start + counts)[:, None])),
+        void=torch.from_numpy(np.flatnonzero((keys < first_key) | (keys >= (start + counts)[:, None]))),
         num_requests=int(members.size),
         mask=mask,
         folded=folded,

@@ -12,6 +12,7 @@ import torch
 from faser.engine import prompt_pace
 from faser.errors import ConfigError
 from faser.models.config import ModelConfig
+from faser.models.transformer import Transformer
 from faser.progress import progress_bar
 from faser.runtime.cuda.draft_memory import CudaDraftMemory, Layout
 from faser.runtime.cuda.drafter import CudaDrafter, CudaModelDrafter, CudaNgramDrafter
@@ -68,6 +69,8 @@ class CudaDevice:
         limits, device = parts.limits, parts.target.device
         for role, model in zip(("target", "draft"), parts.models, strict=False):
             self.require_heads(role, model.config)
+        if parts.head is not None:
+            raise ConfigError("draft heads run on the CPU only; give a draft model, or use --device cpu")
         if limits.max_running > ROW_BUCKETS[-1]:
             raise ConfigError(f"max_running={limits.max_running}: a GPU batch has at most {ROW_BUCKETS[-1]} requests")
         ledger = MemoryLedger(sum(each.num_bytes for each in parts.models)) if device.type == "cuda" else None
@@ -77,7 +80,7 @@ class CudaDevice:
         target = CudaModel(parts.target, slots, limits, parts.page_size, lanes)
         models = [target]
         drafter: CudaDrafter | None = None
-        if parts.draft is not None:
+        if isinstance(parts.draft, Transformer):
             models.append(CudaModel(parts.draft, slots, limits, parts.page_size, lanes, writes=True))
             drafter = CudaModelDrafter(models[1])
         elif parts.uses_ngrams:
@@ -109,7 +112,7 @@ class CudaDevice:
 
     def _lending_driver(self, parts: Parts) -> MemoryDriver | None:
         """The driver by which the draft's memory can be lent to the target's pages; None: it cannot, or need not."""
-        if parts.draft is None or parts.offload == "off":
+        if not isinstance(parts.draft, Transformer) or parts.offload == "off":
             return None
         weights = own_weights(parts.draft, parts.target)
         with _unless_required(parts):

@@ -11,12 +11,13 @@ from typing import Any
 
 from faser.cost.curve import NOTHING, Curve
 from faser.cost.profile import Profile
+from faser.models.heads import DraftHead
 from faser.models.transformer import Transformer
 from faser.runtime.device import Speeds
 
 
 def assumed_profile(
-    target: Transformer, draft: Transformer | None, speeds: Speeds, max_rows: int, about: Mapping[str, Any]
+    target: Transformer, draft: Transformer | DraftHead | None, speeds: Speeds, max_rows: int, about: Mapping[str, Any]
 ) -> Profile:
     verify = _curve(target, speeds, max_rows)
     drafts = NOTHING if draft is None else _curve(draft, speeds, max_rows)
@@ -33,7 +34,7 @@ def assumed_profile(
     )
 
 
-def _curve(model: Transformer, speeds: Speeds, max_rows: int) -> Curve:
+def _curve(model: Transformer | DraftHead, speeds: Speeds, max_rows: int) -> Curve:
     config, size = model.config, model.head.element_size()
     layer = model.layers[0]
     weights = model.num_layers * sum(each.numel() for each in (layer.qkv, layer.out, layer.gate_up, layer.down))

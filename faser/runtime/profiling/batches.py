@@ -53,12 +53,22 @@ class Subject:
     def max_length(self) -> int:
         """The longest draft to measure, as far as a context and a step have room for it."""
         room = min(self._room - 2, self.limits.max_batch_tokens - 1)
+        if self.limits.head is not None:
+            room = min(room, self.limits.head.max_length)
         return max(0, min(max(self.usual_length, LONG_DRAFT), room)) if self.speculates else 0
 
     @property
     def max_context(self) -> int:
         """Tokens of one request, with room for its drafts and the target's token behind them."""
-        return max(1, min(LONG_CONTEXT, self._room - self.max_length - 1))
+        return max(1, min(LONG_CONTEXT, self._room - max(self.max_length, self._block_rows) - 1))
+
+    @property
+    def _block_rows(self) -> int:
+        return 0 if self.limits.head is None else self.limits.head.block_rows
+
+    def rows_behind(self, lengths: IntArray) -> IntArray:
+        """[B] rows behind the context that must have pages, in a step that drafts `lengths` tokens."""
+        return np.where(lengths > 0, np.maximum(lengths, self._block_rows), 0)
 
     @property
     def _room(self) -> int:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
+from faser.arrays import IntArray
 from faser.cost.profile import Profile
 from faser.cost.profiled_cost import ProfiledCost
 from faser.engine.scheduler import Scheduler
@@ -89,14 +90,18 @@ class IdleProfiler:
                     found[number] = measured.or_better(found.get(number))
                     yield True
 
+    def _num_tokens(self, batch: Batch) -> IntArray:
+        """[B] tokens that must have pages."""
+        return batch.num_tokens + self._subject.rows_behind(batch.lengths) + 1
+
     def _can_fit(self, batch: Batch) -> bool:
         """Whether the pool is large enough. A profile at start lets requests share pages; served requests cannot."""
-        pages = -(-(batch.num_tokens + batch.lengths + 1) // self._subject.page_size)
+        pages = -(-self._num_tokens(batch) // self._subject.page_size)
         return int(pages.sum()) <= self._subject.num_pages
 
     def _measure(self, batch: Batch) -> Measured | None:
         """One step on lent pages; None if there are too few."""
-        writes = self._scheduler.lend_slots(batch.num_tokens + batch.lengths + 1)
+        writes = self._scheduler.lend_slots(self._num_tokens(batch))
         if writes is None:
             self._lacks_pages = True
             return None

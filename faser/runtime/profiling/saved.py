@@ -20,6 +20,7 @@ from faser.cost.profile import VERSION, Profile
 from faser.errors import ConfigError
 from faser.limits import Limits
 from faser.machine import atomic_write, faser_version, processor_name
+from faser.models.heads import DraftHead
 from faser.models.transformer import Transformer
 from faser.policy.early_exit import EarlyExit
 from faser.threads import available_cpus
@@ -27,14 +28,16 @@ from faser.threads import available_cpus
 log = logging.getLogger("faser.engine")
 
 
-def describe(target: Transformer, draft: Transformer | str | None, limits: Limits, page_size: int) -> dict[str, Any]:
+def describe(
+    target: Transformer, draft: Transformer | DraftHead | str | None, limits: Limits, page_size: int
+) -> dict[str, Any]:
     """Everything that the seconds of a profile depend on."""
     is_gpu = target.device.type == "cuda"
     hardware = torch.cuda.get_device_name(target.device) if is_gpu else f"{processor_name()}, {available_cpus()} CPUs"
     return {
         "hardware": hardware,
         "target": _shape(target),
-        "draft": _shape(draft) if isinstance(draft, Transformer) else draft,
+        "draft": draft if draft is None or isinstance(draft, str) else _shape(draft),
         "max_running": limits.max_running,
         "max_batch_tokens": limits.max_batch_tokens,
         "max_model_len": limits.max_model_len,
@@ -44,7 +47,7 @@ def describe(target: Transformer, draft: Transformer | str | None, limits: Limit
     }
 
 
-def _shape(model: Transformer) -> str:
+def _shape(model: Transformer | DraftHead) -> str:
     config = model.config
     extras = [name for name in ("qkv_bias", "out_bias", "qk_norm") if getattr(config, name)]
     parts = [
@@ -55,6 +58,8 @@ def _shape(model: Transformer) -> str:
         *extras,
         str(model.dtype).removeprefix("torch."),
     ]
+    if isinstance(model, DraftHead):
+        parts.append(f"{model.head_config.kind} head of {model.head_config.num_features} features")
     return ", ".join(parts)
 
 

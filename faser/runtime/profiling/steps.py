@@ -153,7 +153,8 @@ class Steps:
 
     def _pages(self, batch: Batch) -> PageWrites:
         """Pages in one run from 0: a CPU's pages take memory when they are first touched."""
-        counts = -(-(batch.num_tokens + (1 + batch.overlaps) * batch.lengths) // self._subject.page_size)
+        behind = self._subject.rows_behind(batch.lengths)
+        counts = -(-(batch.num_tokens + (1 + batch.overlaps) * behind) // self._subject.page_size)
         slots = np.repeat(np.arange(counts.size), counts)
         columns = np.arange(slots.size) - np.repeat(np.cumsum(counts) - counts, counts)
         return PageWrites(slots, columns, np.arange(slots.size) % self._subject.num_pages)
