@@ -24,11 +24,7 @@ class Drafts:
 
 
 class Drafter(Protocol):
-    """Makes the drafts of a step, token by token or all at once.
-
-    Room for draft heads: a drafter that reads the target's hidden states gets one more method, which the executor calls
-    after each verification with the rows that the target computed.
-    """
+    """Makes the drafts of a step, token by token or all at once."""
 
     def draft(self, plan: StepPlan) -> Drafts:
         """Write up to plan.lengths tokens per request to history[slot, num_tokens + frontier:]."""

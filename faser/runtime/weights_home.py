@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from faser.models.heads import DraftHead
 from faser.models.transformer import Transformer
 
 ALIGNMENT = 256  # bytes
 
 
-def own_weights(draft: Transformer, target: Transformer) -> list[Tensor]:
+def own_weights(draft: Transformer | DraftHead, target: Transformer | DraftHead) -> list[Tensor]:
     """Weights of the draft that the target does not have too. A patch draft shares the target's embedding."""
     shared = {weight.untyped_storage().data_ptr() for weight in target.weights()}
     return [weight for weight in draft.weights() if weight.untyped_storage().data_ptr() not in shared]

@@ -71,6 +71,7 @@ def attend_kernel(
     table_stride, scale, rows_per_tile, num_splits, num_sms, min_share, max_share,
     num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, page_size: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, is_split: tl.constexpr, overlap: tl.constexpr,
+    first_key: tl.constexpr,
 ):  # fmt: skip
     """One program for a split of a tile at one key head. Queries are [block_m, head_dim], keys [block_n, head_dim].
 
@@ -120,15 +121,15 @@ def attend_kernel(
     total = tl.zeros([block_m, block_n], tl.float32) if deferred else tl.zeros([block_m], tl.float32)
     acc = tl.zeros([block_m, head_dim], tl.float32)
     clear = low  # keys before this one are seen by every row
-    if block_m >= 64:  # where arithmetic counts, keys that every row sees take a loop without masks
+    if block_m >= 64 and first_key == 0:  # where arithmetic counts, keys that every row sees take a loop without masks
         clear = tl.maximum(low, tl.minimum(high, (position + 1) // block_n * block_n))
         acc, total, peak = _scan(
             acc, total, peak, q, columns, keys, low, clear, end, position + row, scale, entry,
-            num_kv_heads, head_dim, page_size, block_n, False, deferred,
+            num_kv_heads, head_dim, page_size, block_n, False, deferred, first_key,
         )  # fmt: skip
     acc, total, peak = _scan(
         acc, total, peak, q, columns, keys, clear, high, end, position + row, scale, entry,
-        num_kv_heads, head_dim, page_size, block_n, True, deferred,
+        num_kv_heads, head_dim, page_size, block_n, True, deferred, first_key,
     )  # fmt: skip
     if deferred:
         total = tl.sum(total, 1)
@@ -156,7 +157,7 @@ def attend_kernel(
 def _scan(
     acc, total, peak, q, columns, keys, low, high, end, row_position, scale,
     entry: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, page_size: tl.constexpr,
-    block_n: tl.constexpr, masked: tl.constexpr, deferred: tl.constexpr,
+    block_n: tl.constexpr, masked: tl.constexpr, deferred: tl.constexpr, first_key: tl.constexpr,
 ):  # fmt: skip
     """Flash attention's loop over keys low to high - 1. Pages are looked up one block ahead of their use."""
     dim = tl.arange(0, head_dim)
@@ -174,7 +175,10 @@ def _scan(
             k = tl.load(key_at, mask=written, other=0.0)
             v = tl.load(value_at, mask=written, other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            scores = tl.where(n[None, :] <= row_position[:, None], scores, FAR)
+            seen = n[None, :] <= row_position[:, None]
+            if first_key > 0:
+                seen = seen & (n >= first_key)[None, :]
+            scores = tl.where(seen, scores, FAR)
             new_peak = tl.maximum(peak, tl.max(scores, 1))
             weights = tl.exp2(scores - new_peak[:, None])
         else:

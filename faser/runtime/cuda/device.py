@@ -12,11 +12,14 @@ import torch
 from faser.engine import prompt_pace
 from faser.errors import ConfigError
 from faser.models.config import ModelConfig
+from faser.models.heads import BlockHead, Eagle3Head
 from faser.models.transformer import Transformer
 from faser.progress import progress_bar
 from faser.runtime.cuda.draft_memory import CudaDraftMemory, Layout
 from faser.runtime.cuda.drafter import CudaDrafter, CudaModelDrafter, CudaNgramDrafter
+from faser.runtime.cuda.eagle3 import CudaEagle3, CudaEagle3Drafter
 from faser.runtime.cuda.executor import CudaExecutor
+from faser.runtime.cuda.features import CudaFeatures
 from faser.runtime.cuda.graphs import MIXED_BUCKETS, ROW_BUCKETS
 from faser.runtime.cuda.lanes import Lanes
 from faser.runtime.cuda.memory import MemoryLedger, explained_shortage, fitting_pages
@@ -69,8 +72,8 @@ class CudaDevice:
         limits, device = parts.limits, parts.target.device
         for role, model in zip(("target", "draft"), parts.models, strict=False):
             self.require_heads(role, model.config)
-        if parts.head is not None:
-            raise ConfigError("draft heads run on the CPU only; give a draft model, or use --device cpu")
+        if isinstance(parts.draft, BlockHead):
+            raise ConfigError("block heads run on the CPU only so far; give another draft, or use --device cpu")
         if limits.max_running > ROW_BUCKETS[-1]:
             raise ConfigError(f"max_running={limits.max_running}: a GPU batch has at most {ROW_BUCKETS[-1]} requests")
         ledger = MemoryLedger(sum(each.num_bytes for each in parts.models)) if device.type == "cuda" else None
@@ -83,12 +86,17 @@ class CudaDevice:
         if isinstance(parts.draft, Transformer):
             models.append(CudaModel(parts.draft, slots, limits, parts.page_size, lanes, writes=True))
             drafter = CudaModelDrafter(models[1])
+        elif isinstance(parts.draft, Eagle3Head):
+            target.features = CudaFeatures(parts.draft, target.max_rows, parts.page_size)
+            models.append(CudaEagle3(parts.draft, slots, limits, parts.page_size, lanes, target))
+            drafter = CudaEagle3Drafter(models[1])
         elif parts.uses_ngrams:
             drafter = CudaNgramDrafter(slots, parts.history.numpy())
         executor = CudaExecutor(parts, target, drafter, slots, lanes, runs_ahead=self.runs_ahead)
         if ledger is not None:
             ledger.buffers_are_made()
-        page_bytes = sum(each.page_bytes for each in models)
+        features = target.features
+        page_bytes = sum(each.page_bytes for each in (*models, features) if each is not None)
         driver = self._lending_driver(parts)
         num_pages = parts.num_pages
         if num_pages is None:
@@ -102,8 +110,9 @@ class CudaDevice:
             executor.draft_memory = memory
             num_pages, kv_bytes = memory.layout.base_pages, memory.layout.kv_bytes
         else:
-            for each in models:
-                each.allocate_pages(num_pages)
+            for each in (*models, features):
+                if each is not None:
+                    each.allocate_pages(num_pages)
         with progress_bar("compiling kernels and capturing graphs") as update:
             executor.prepare(parts.usual_length, update)
         if ledger is not None:

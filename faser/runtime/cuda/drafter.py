@@ -7,7 +7,7 @@ Knows plans and its own model; knows nothing of the target.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -20,6 +20,8 @@ from faser.runtime.cuda.model import CudaModel
 from faser.runtime.cuda.sampling import Slots
 from faser.runtime.ngram import lookup
 from faser.step import PageWrites, StepPlan
+
+FirstShape = Callable[[int, int], Shape | None]  # (requests, most rows of one) → the graph of the first launch
 
 
 class Draft(Protocol):
@@ -46,11 +48,7 @@ class Draft(Protocol):
 
 
 class CudaDrafter(ABC):
-    """Makes the drafts of a step.
-
-    Room for draft heads: a drafter that reads the target's hidden states gets one more method, which the executor calls
-    behind each verification with the rows it computed; a drafter of blocks launches several tokens in one `extend`.
-    """
+    """Makes the drafts of a step."""
 
     needs_tokens = False  # the host must know all tokens of the context; then no step is planned ahead of a result
     models: tuple[CudaModel, ...] = ()  # whose graphs are captured
@@ -91,9 +89,20 @@ class ModelDraft:
     well.
     """
 
-    def __init__(self, model: CudaModel, plan: StepPlan, ragged: bool) -> None:
+    def __init__(
+        self,
+        model: CudaModel,
+        plan: StepPlan,
+        ragged: bool,
+        first_shape: FirstShape = first_draft,
+        first_row: int = 0,
+    ) -> None:
+        """`first_row`: the first token of a context that has a row. `first_shape`: of the first launch."""
         order = np.argsort(-plan.lengths, kind="stable")
-        self._order = order[plan.draft_rows[order] > 0]  # [n] by index in the plan
+        self._start = np.maximum(plan.draft_start, first_row)  # [B]
+        self._rows = np.where(plan.draft_rows > 0, plan.draft_start + plan.draft_rows - self._start, 0)  # [B]
+        self._order = order[self._rows[order] > 0]  # [n] by index in the plan
+        self._first_shape = first_shape
         self._lengths = plan.lengths[self._order]
         depths = np.arange(int(self._lengths.max(initial=0)) + 2)
         self._num_active: list[int] = np.searchsorted(-self._lengths, -depths).tolist()  # [k] draft more than k
@@ -132,13 +141,13 @@ class ModelDraft:
 
     def _launch_first(self, num_sms: int) -> None:
         plan, order, model = self._plan, self._order, self._model
-        rows, start = plan.draft_rows[order], plan.draft_start[order]
+        rows, start = self._rows[order], self._start[order]
         none = np.zeros_like(rows)
         model.set_requests(
             plan.slots[order], start, rows, none, self._lengths > 0, plan.unsettled[order], none, plan.frontier[order]
         )
         model.set_lengths(self._lengths)
-        shape = on_part(first_draft(rows.size, int(rows.max())), num_sms)
+        shape = on_part(self._first_shape(rows.size, int(rows.max())), num_sms)
         model.launch_rows(shape, rows, start, self.num_unfinished)
 
 

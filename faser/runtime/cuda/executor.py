@@ -20,6 +20,7 @@ import torch
 
 from faser.arrays import NONE, IntArray
 from faser.errors import EngineError
+from faser.models.transformer import Transformer
 from faser.progress import Update
 from faser.runtime.cuda.compile import compile_all
 from faser.runtime.cuda.confidence import DraftConfidence
@@ -77,8 +78,9 @@ class CudaExecutor:
         self.overlap: CudaOverlap | None = None
         if drafter is not None:
             self._confidence = DraftConfidence(max_length, max_requests, device)
-            self.early_exit = CudaEarlyExit(drafter, self.verifier, self._confidence)
-            if parts.draft is not None:
+            if parts.head is None:  # a head needs the features of whole verifications
+                self.early_exit = CudaEarlyExit(drafter, self.verifier, self._confidence)
+            if isinstance(parts.draft, Transformer):
                 self.overlap = CudaOverlap(drafter, self.verifier, self._confidence, lanes)
 
     # ── a step ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -53,6 +53,14 @@ def first_draft(num_requests: int, rows_per_request: int) -> Shape | None:
     return Shape(requests, 2 * requests, 2, requests)
 
 
+def head_draft(num_requests: int, rows_per_request: int) -> Shape | None:
+    """The graph for the first token of a draft head: a row for each token since its last draft."""
+    requests, each = least(ROW_BUCKETS, num_requests), least(ROWS_PER_REQUEST[1:], rows_per_request)
+    if requests is None or each is None or requests * each > ROW_BUCKETS[-1]:
+        return None
+    return Shape(requests, requests * each, each, requests)
+
+
 def next_draft(num_requests: int) -> Shape:
     """The graph for a further token of drafts."""
     rows = least(ROW_BUCKETS, num_requests)

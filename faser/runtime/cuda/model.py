@@ -19,8 +19,10 @@ from torch import Tensor
 
 from faser.arrays import IntArray
 from faser.limits import Limits
+from faser.models.heads import DraftHead
 from faser.models.transformer import Transformer
 from faser.runtime.cuda import attention, linear
+from faser.runtime.cuda.features import CudaFeatures
 from faser.runtime.cuda.graphs import MIXED_BUCKETS, ROW_BUCKETS, Shape, capture, least
 from faser.runtime.cuda.lanes import Lanes
 from faser.runtime.cuda.rows import NUM_COLUMNS, DeviceRows, Requests, expand, next_draft_rows, settle
@@ -41,13 +43,23 @@ class CudaModel:
     and their confidence is kept.
     """
 
+    first_key = 0  # tokens of a context before this one have no keys
+
     def __init__(
-        self, model: Transformer, slots: Slots, limits: Limits, page_size: int, lanes: Lanes, *, writes: bool = False
+        self,
+        model: Transformer | DraftHead,
+        slots: Slots,
+        limits: Limits,
+        page_size: int,
+        lanes: Lanes,
+        *,
+        writes: bool = False,
     ) -> None:
         config, device, dtype = model.config, model.device, model.dtype
         max_requests, max_rows, max_context = limits.max_running, limits.max_batch_tokens, limits.max_model_len
         max_rows = max(least(ROW_BUCKETS, max_rows) or max_rows, 2 * (least(ROW_BUCKETS, max_requests) or max_requests))
         self.model = model
+        self.features: CudaFeatures | None = None  # what a draft head reads of this model's forwards
         self.max_rows = max_rows
         self.page_size = page_size
         self._writes = writes
@@ -224,10 +236,14 @@ class CudaModel:
             attending = self.tiling.whole(shape, requests, rows)
         else:
             attending = self.tiling.cut(shape, requests, rows, num_rows, start)
-        torch.index_select(self.model.embedding, 0, rows.token_ids, out=self.hidden[: shape.num_rows])
+        self.embed(shape, rows)
         hidden = self.run_layers(shape, rows, attending, range(self.model.num_layers))
         if shape.num_wanted:
             self.choose(shape, rows, hidden)
+
+    def embed(self, shape: Shape, rows: DeviceRows) -> None:
+        """Write what enters the layers into `hidden`."""
+        torch.index_select(self.model.embedding, 0, rows.token_ids, out=self.hidden[: shape.num_rows])
 
     def logits_of(self, shape: Shape, indices: Tensor) -> Tensor:
         """Logits [len(indices), V] of some wanted rows of the latest forward, computed again."""
@@ -258,29 +274,42 @@ class CudaModel:
     def run_layers(
         self, shape: Shape, rows: DeviceRows, attending: Sequence[Attending], layers: Iterable[int]
     ) -> Tensor:
-        """Run layers over the rows in `hidden`, in place."""
+        """Run layers over the rows in `hidden`, in place. Features are kept of forwards through all layers."""
         model, num_sms, eps = self.model, shape.num_sms, self.model.config.norm_eps
-        hidden, normed, qkv, attended, gate_up, activated = (
-            each[: shape.num_rows]
-            for each in (self.hidden, self.normed, self._qkv, self._attended, self._gate_up, self._activated)
-        )
-        for layer, pages in ((model.layers[index], self.pages[index]) for index in layers):
+        hidden, normed, qkv = (each[: shape.num_rows] for each in (self.hidden, self.normed, self._qkv))
+        for index in layers:
+            if self.features is not None:
+                self.features.keep(index, hidden)
+            layer = model.layers[index]
             linear.norm_linear(
                 hidden, layer.attention_norm, eps, layer.qkv, layer.qkv_bias, qkv.flatten(1), normed, self._linear,
                 num_sms=num_sms,
             )  # fmt: skip
-            attention.rotate_and_write(
-                qkv, rows.positions, rows.slots, rows.num_rows, self.table, model.cos, model.sin, pages, layer.qk_norm,
-                eps, overlap=self._overlaps,
-            )  # fmt: skip
-            for each in attending:
-                attention.attend(
-                    qkv, pages, self.table, each.tiles, attended, each.workspace, each.config, overlap=self._overlaps
-                )
-            linear.linear_residual(attended, layer.out, hidden, layer.out_bias, self._linear, num_sms=num_sms)
-            linear.norm_gate_up(hidden, layer.mlp_norm, eps, layer.gate_up, activated, normed, gate_up, num_sms=num_sms)
-            linear.linear_residual(activated, layer.down, hidden, None, self._linear, num_sms=num_sms)
+            self.finish_layer(index, shape, rows, attending)
+        if self.features is not None:
+            self.features.store(rows, self.table)
         return hidden
+
+    def finish_layer(self, index: int, shape: Shape, rows: DeviceRows, attending: Sequence[Attending]) -> None:
+        """A layer behind its first product: attention over queries, keys and values, and the MLP."""
+        model, num_sms, eps = self.model, shape.num_sms, self.model.config.norm_eps
+        layer, pages = model.layers[index], self.pages[index]
+        hidden, normed, qkv, attended, gate_up, activated = (
+            each[: shape.num_rows]
+            for each in (self.hidden, self.normed, self._qkv, self._attended, self._gate_up, self._activated)
+        )
+        attention.rotate_and_write(
+            qkv, rows.positions, rows.slots, rows.num_rows, self.table, model.cos, model.sin, pages, layer.qk_norm,
+            eps, overlap=self._overlaps,
+        )  # fmt: skip
+        for each in attending:
+            attention.attend(
+                qkv, pages, self.table, each.tiles, attended, each.workspace, each.config, overlap=self._overlaps,
+                first_key=self.first_key,
+            )  # fmt: skip
+        linear.linear_residual(attended, layer.out, hidden, layer.out_bias, self._linear, num_sms=num_sms)
+        linear.norm_gate_up(hidden, layer.mlp_norm, eps, layer.gate_up, activated, normed, gate_up, num_sms=num_sms)
+        linear.linear_residual(activated, layer.down, hidden, None, self._linear, num_sms=num_sms)
 
     def choose(self, shape: Shape, rows: DeviceRows, hidden: Tensor) -> None:
         """The head and the sampling, HEAD_ROWS rows at a time."""

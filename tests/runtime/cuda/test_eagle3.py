@@ -1,0 +1,139 @@
+"""An EAGLE-3 head on the GPU's code: the output of plain decoding, and the drafts of the CPU's code."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from faser.build import build_engine
+from faser.config import EngineOptions
+from faser.errors import ConfigError
+from faser.models.heads import DraftHead
+from faser.models.transformer import Transformer
+from faser.policy import Fixed
+from faser.request import Request, SamplingParams
+from faser.runtime.cuda.device import CudaDevice
+from faser.runtime.cuda.drafter import ModelDraft
+from tests.oracle import RandomLengths
+from tests.runtime.cuda.test_executor import on
+from tests.test_exactness import make_engine, reference, serve
+from tests.test_heads import Drafts, Pauses
+from tests.tiny import CONFIGS, VOCABULARY, make_head
+
+KINDS = ("eagle3", "eagle3.1")
+
+
+def head_on(head: DraftHead, target: Transformer) -> DraftHead:
+    """The same head for a target on a device, in the storage order of a GPU."""
+    moved = type(head)(head.head_config, target, head.dtype, None, head.owns_embedding, head.owns_head)
+    for mine, theirs in zip(moved.own_weights(), head.own_weights(), strict=True):
+        mine.copy_(theirs)
+    if head.vocabulary is not None:
+        moved.vocabulary.copy_(head.vocabulary)
+    if target.device.type == "cpu":
+        for name, value in vars(moved).items():
+            if isinstance(value, torch.Tensor):
+                setattr(moved, name, value.contiguous())
+        moved.layers = tuple(
+            type(layer)(**{name: None if w is None else w.contiguous() for name, w in vars(layer).items()})
+            for layer in moved.layers
+        )
+    return moved
+
+
+@pytest.fixture(scope="module")
+def small() -> Transformer:
+    return Transformer.random(replace(CONFIGS["llama3"], head_dim=16, num_layers=2), 0, std=0.3)
+
+
+def requests(count: int = 4, max_tokens: int = 10) -> list[Request]:
+    random = np.random.default_rng(3)
+    return [
+        Request(
+            id=str(number),
+            prompt_token_ids=tuple(random.integers(3, VOCABULARY, size=1 if number == 3 else 5 + 4 * number).tolist()),
+            params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=2.0 * (number % 2)),
+            seed=number,
+        )
+        for number in range(count)
+    ]
+
+
+def engine_of(small: Transformer, kind: str, device: str, policy, *, ahead: bool = False, **sizes):
+    target = on(small, device)
+    place = CudaDevice()
+    place.runs_ahead = ahead
+    options = {"max_running": 4, "max_batch_tokens": 64, "max_step_ms": 0, "page_size": 4, "num_pages": 64, **sizes}
+    head = head_on(make_head(small, kind), target)
+    return build_engine(target, head, EngineOptions(policy=policy, **options), device=place)
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "ahead"),
+    [
+        ("eagle3", lambda: Fixed(3), True),
+        ("eagle3", RandomLengths, False),
+        ("eagle3.1", RandomLengths, True),
+        ("eagle3", lambda: Pauses([True, False, False]), True),
+    ],
+)
+def test_the_output_is_that_of_plain_decoding(small, device, kind, policy, ahead):
+    outcome = serve(engine_of(small, kind, device, policy(), ahead=ahead), requests())
+    assert outcome.tokens == reference(small, requests()).tokens
+    assert outcome.total.drafted > 10
+
+
+@pytest.fixture
+def drafted(monkeypatch):
+    """What the GPU's code drafts behind each context."""
+    seen: dict[tuple[int, ...], list[int]] = {}
+    extend = ModelDraft.extend
+
+    def watched(draft, num_sms=0):
+        if not extend(draft, num_sms):
+            return False
+        model, num_active = draft._model, draft.requests.size
+        history, requests = model.slots.history.cpu(), model.requests
+        ends = (requests.start + requests.num_rows).tolist()
+        for slot, end in zip(requests.slots.tolist()[:num_active], ends, strict=False):
+            tokens = history[slot, : end + draft._depth].tolist()
+            seen[tuple(tokens[:end])] = tokens[end:]
+        return True
+
+    monkeypatch.setattr(ModelDraft, "extend", watched)
+    return seen
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_are_those_of_the_cpu(small, device, kind, ahead, drafted):
+    engine = make_engine(small, make_head(small, kind), Fixed(3), max_running=4)
+    expected = Drafts(engine)
+    serve(engine, requests())
+    serve(engine_of(small, kind, device, Fixed(3), ahead=ahead), requests())
+    common = expected.seen.keys() & drafted.keys()
+    assert len(common) > 15
+    for context in common:
+        both = zip(expected.seen[context], drafted[context], strict=False)  # near its end a request drafts less
+        assert all(ours == theirs for ours, theirs in both)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_preemptions_and_cached_prompts_change_no_token(small, device, ahead):
+    engine = engine_of(small, "eagle3", device, Fixed(3), ahead=ahead, num_pages=14)
+    right = reference(small, requests()).tokens
+    for turn in "ab":
+        outcome = serve(engine, [replace(each, id=each.id + turn) for each in requests()])
+        assert {name[:-1]: tokens for name, tokens in outcome.tokens.items()} == right
+    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.prefixes.num_hits > 0
+
+
+def test_a_block_head_is_refused_by_name(small, device):
+    with pytest.raises(ConfigError, match="block heads run on the CPU only"):
+        engine_of(small, "dspark", device, Fixed(3))
