@@ -6,6 +6,8 @@ Whatever can be refused is refused before the first weight is loaded.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,15 +31,15 @@ from faser.models import weights
 from faser.models.config import ModelConfig
 from faser.models.draft import apply_patch
 from faser.models.heads import BLOCK, DraftHead
-from faser.models.source import FolderSource, GgufSource, PatchSource, open_draft, open_target
+from faser.models.source import FolderSource, GgufSource, HeadSource, PatchSource, open_draft, open_target
 from faser.models.transformer import Transformer
 from faser.policy import Policy
 from faser.policy.early_exit import EarlyExit, can_pay
 from faser.policy.overlap import Overlap, worthwhile
-from faser.progress import progress_bar
+from faser.progress import Update, progress_bar
 from faser.rules.early_exit import candidates_of, layers_at
 from faser.runtime.device import Device, DeviceExecutor, DraftModel, Parts, make_device
-from faser.runtime.kv_cache import bytes_per_page, fitting_pages, require_room
+from faser.runtime.kv_cache import bytes_per_page, feature_bytes_per_page, fitting_pages, require_room
 from faser.runtime.profiling import saved as saved_profiles
 from faser.runtime.profiling.assumed import assumed_profile
 from faser.runtime.profiling.batches import Subject
@@ -99,22 +101,39 @@ def _load_sources(model: str | None, draft: str | None, options: EngineOptions) 
     budget = options.kv_memory or device.default_kv_memory()
     if budget is not None and options.num_pages is None:
         models = [(c, _dtype(options, c, device)) for c in configs]
-        fitting_pages(budget, models, options.page_size, max_model_len)
+        feature_bytes = 0
+        if isinstance(draft_source, HeadSource):
+            feature_bytes = feature_bytes_per_page(draft_source.config, options.page_size, models[0][1])
+        fitting_pages(budget, models, options.page_size, max_model_len, feature_bytes=feature_bytes)
     tokenizer = source.tokenizer()
     target = _load("target", source, options, device)
     if draft_source is None:
         return LoadedPair(target, draft, tokenizer)
     if isinstance(draft_source, PatchSource):
         return LoadedPair(target, apply_patch(target, draft_source.patch), tokenizer)
+    if isinstance(draft_source, HeadSource):
+        return LoadedPair(target, _load_head(draft_source, target), tokenizer)
     return LoadedPair(target, _load("draft", draft_source, options, device), tokenizer)
 
 
 def _load(role: str, source: FolderSource | GgufSource, options: EngineOptions, device: Device) -> Transformer:
     most = min(source.config.max_positions, options.max_model_len or source.config.max_positions)
     dtype = _dtype(options, source.config, device)
+    with _loading(role, dtype) as update:
+        return source.load(dtype, most, update, device.name)
+
+
+def _load_head(source: HeadSource, target: Transformer) -> DraftHead:
+    """A head has the target's dtype: it shares the target's embedding."""
+    with _loading("draft", target.dtype) as update:
+        return source.load(target, target.dtype, target.max_positions, update)
+
+
+@contextmanager
+def _loading(role: str, dtype: torch.dtype) -> Iterator[Update]:
     try:
         with progress_bar(f"loading the {role}", bytes_=True) as update:
-            return source.load(dtype, most, update, device.name)
+            yield update
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"out of GPU memory while loading the {role} in {str(dtype).removeprefix('torch.')}: free the GPU, use a "
