@@ -11,9 +11,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from faser.build import build_engine, load_pair
+from faser.config import EngineOptions
 from faser.engine.engine import Engine
 from faser.errors import ConfigError
 from faser.models.heads import BlockHead, DraftHead, Eagle3Head
+from faser.models.heads.load import write_head
 from faser.models.layers import rotate
 from faser.models.transformer import Transformer
 from faser.policy import BatchView, Fixed, Policy
@@ -21,6 +24,7 @@ from faser.request import Request, SamplingParams
 from tests.oracle import RandomLengths, RandomStops
 from tests.test_exactness import assert_equal, make_engine, make_requests, reference, serve
 from tests.tiny import HEAD_KINDS, VOCABULARY, make_head, make_model
+from tools.inflate import write_folder
 
 POLICIES = {"fixed:1": lambda: Fixed(1), "fixed:4": lambda: Fixed(4), "random": RandomLengths, "stops": RandomStops}
 
@@ -269,3 +273,14 @@ def test_what_a_head_cannot_do_is_refused(served, option, message):
     target, _, _ = served
     with pytest.raises(ConfigError, match=message):
         make_engine(target, make_head(target), Fixed(2), **{option: "on"})
+
+
+def test_a_folder_with_a_head_is_loaded_as_a_draft(served, kind, tmp_path):
+    target, requests, right = served
+    write_folder(target, tmp_path / "target")
+    write_head(make_head(target, kind), tmp_path / "head")
+    options = EngineOptions(policy=Fixed(3), max_running=8, max_step_ms=0, page_size=4, num_pages=400, dtype="float32")
+    pair = load_pair(str(tmp_path / "target"), str(tmp_path / "head"), options)
+    outcome = serve(build_engine(pair.target, pair.draft, options), requests)
+    assert_equal(outcome, right)
+    assert outcome.total.drafted > 50
