@@ -91,6 +91,18 @@ def test_eagle3_with_its_own_or_the_targets_tokens(tmp_path, target, form, own_h
     check_eagle3(tmp_path, target, config)
 
 
+def test_a_pickled_head_reads_like_any_other(tmp_path, target):
+    config = rig.eagle3_config(draft_vocab_size=20)
+    write_head(Eagle3Head.random(config, target, seed=1, std=0.2), tmp_path)
+    head = read(tmp_path, target, config)
+    rig.pickle(tmp_path)
+    again = read(tmp_path, target, config)
+    assert all(torch.equal(*pair) for pair in zip(head.weights(), again.weights(), strict=True))
+    assert head.vocabulary is not None
+    assert again.vocabulary is not None
+    assert torch.equal(head.vocabulary, again.vocabulary)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_eagle3_with_layers_of_either_family(tmp_path, target, family, bias):
