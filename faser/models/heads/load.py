@@ -33,7 +33,8 @@ MASK_FILE = "mask_embedding.pt"
 PICKLED_FILE = "pytorch_model.bin"
 _EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
 _OFFSETS, _IS_DRAFTED = "d2t", "t2d"  # of the short vocabulary: target id - row, and a flag for each target id
-_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # as safetensors spells them
+# as safetensors spells them
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 # ---- loading ----
@@ -79,10 +80,12 @@ class _HeadFile:
         if self.unpickled is None:
             weights.fill(destinations, self.catalogue, progress)
             return
-        for index, (name, destination) in enumerate(destinations.items()):
+        done, total = 0, sum(self.unpickled[name].nbytes for name in destinations)
+        for name, destination in destinations.items():
             destination.tensor.copy_(self.unpickled[name])
+            done += self.unpickled[name].nbytes
             if progress is not None:
-                progress(index + 1, len(destinations))
+                progress(done, total)
 
     def offsets(self) -> Tensor:
         """Of the short vocabulary."""

@@ -181,6 +181,19 @@ def test_old_dspark_configs_keep_their_fields_in_dflash_config(tmp_path, target)
     check_block(tmp_path, target, config)
 
 
+@pytest.mark.parametrize(("num_tokens", "anchor_predicts"), [(4, False), (5, True), (3, True)])
+def test_early_dspark_heads_of_speculators_tell_by_their_drafts_whether_the_anchor_predicts(
+    tmp_path, target, num_tokens, anchor_predicts
+):
+    written = rig.block_config(**{**rig.DSPARK, "num_drafts": 5})
+    write_head(BlockHead.random(written, target, seed=1, std=0.2), tmp_path)
+    rig.to_speculators(tmp_path, "dspark")
+    methods = [{"proposal_type": "greedy", "speculative_tokens": num_tokens}]
+    rig.edit_config(tmp_path, sample_from_anchor=..., speculators_config={"proposal_methods": methods})
+    expected = rig.replace(written, anchor_predicts=anchor_predicts, num_drafts=5 if anchor_predicts else 4)
+    check_block(tmp_path, target, expected)
+
+
 def test_the_features_may_be_the_default_ones(tmp_path, target):
     config = rig.eagle3_config(feature_layers=None)
     head = Eagle3Head.random(config, target, seed=1, std=0.2)
