@@ -21,6 +21,7 @@ from faser.models import generation, gguf, weights
 from faser.models.config import ModelConfig, read_object
 from faser.models.gguf.tokenizer import read_vocabulary
 from faser.models.heads import DraftHead, HeadConfig, load_head, read_head_config
+from faser.models.heads.load import PICKLED_FILE
 from faser.models.transformer import Transformer
 from faser.progress import Update
 from faser.text.chat import ChatTemplate
@@ -127,7 +128,7 @@ def open_draft(name: str, target: FolderSource | GgufSource) -> FolderSource | G
     if gguf.is_gguf(name) and gguf.open_file(name).architecture == patches.ARCHITECTURE:
         patch = patches.read_patch(name, target.config)
         return PatchSource(Path(name), replace(target.config, num_layers=len(patch.source_layers)), patch)
-    head = None if gguf.is_gguf(name) else _open_head(weights.resolve(name), target.config)
+    head = None if gguf.is_gguf(name) else _open_head(name, target.config)
     if head is not None:
         return head
     source = _open(name)
@@ -160,12 +161,16 @@ def _open(name: str) -> FolderSource | GgufSource:
     return FolderSource(folder, ModelConfig.from_folder(folder))
 
 
-def _open_head(folder: Path, target: ModelConfig) -> HeadSource | None:
-    """None where the folder holds no head."""
+def _open_head(name: str, target: ModelConfig) -> HeadSource | None:
+    """None where the name leads to no head."""
+    folder = weights.resolve(name)
     head_config = read_head_config(folder)
     if head_config is None:
         return None
-    return HeadSource(folder, head_config.layers, head_config.resolve(target, str(folder)))
+    head_config = head_config.resolve(target, str(folder))
+    if not weights.has_safetensors(folder):
+        folder = weights.resolve(name, [PICKLED_FILE])
+    return HeadSource(folder, head_config.layers, head_config)
 
 
 def _template_text(folder: Path, settings: Mapping[str, Any]) -> str | None:

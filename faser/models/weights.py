@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +39,11 @@ _NAMES_SHOWN = 4
 # ---- which model ----
 
 
-def resolve(name_or_path: str | Path) -> Path:
-    """The folder of a model, given as a folder or a hub name; the latter is fetched into the hub's cache."""
+def resolve(name_or_path: str | Path, more_files: Sequence[str] = ()) -> Path:
+    """The folder of a model, given as a folder or a hub name; the latter is fetched into the hub's cache.
+
+    `more_files` are fetched besides those that every model may have.
+    """
     name = str(name_or_path)
     folder = Path(name).expanduser()
     if name and folder.is_dir():
@@ -49,10 +52,10 @@ def resolve(name_or_path: str | Path) -> Path:
         raise ModelError(f"{name} is a file and no GGUF; expected a model folder: give the one that holds config.json")
     if not _HUB_NAME.fullmatch(name) or name.startswith("."):
         raise ModelError(f"{name!r}: no such folder; expected an existing model folder or a hub name such as org/name")
-    return _fetch(name)
+    return _fetch(name, more_files)
 
 
-def _fetch(name: str) -> Path:
+def _fetch(name: str, more_files: Sequence[str]) -> Path:
     try:
         import huggingface_hub  # slow to import, and not needed for a folder
     except ImportError:
@@ -60,7 +63,8 @@ def _fetch(name: str) -> Path:
             f"{name}: no such folder here, and the hub cannot be asked: {install_hint('engine', ['huggingface_hub'])}"
         ) from None
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
+        files = [*_HUB_FILES, *more_files]
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=files, ignore_patterns=["*/*"]))
     except Exception as error:  # the hub raises its own, the HTTP library's and the operating system's errors
         raise ModelError(f"{name}: {_hub_remedy(error)} ({_first_line(error)})") from None
 
@@ -273,6 +277,10 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
         header: dict[str, Any] = json.loads(file.read(size))
     header.pop("__metadata__", None)
     return header, 8 + size
+
+
+def has_safetensors(folder: Path) -> bool:
+    return (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file()
 
 
 def _files(folder: Path) -> list[Path]:

@@ -1,12 +1,15 @@
 """From a folder to a head in memory and back: the names of a head's tensors in public checkpoints.
 
-Every tensor is accounted for: a missing, unknown or misshapen one is refused by name before a weight is read. A head is
-written as EAGLE-3 or as DFlash and DSpark in their raw form, which vLLM and SGLang load.
+Every tensor is accounted for: a missing, unknown or misshapen one is refused by name before a weight is read. Some
+EAGLE-3 heads are published in pickled form only; they are read without running code. A head is written as EAGLE-3 or as
+DFlash and DSpark in their raw form, which vLLM and SGLang load.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +30,11 @@ from faser.models.weights import CheckpointTensor, Destination, whole
 from faser.progress import Update
 
 MASK_FILE = "mask_embedding.pt"
+PICKLED_FILE = "pytorch_model.bin"
 _EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
 _OFFSETS, _IS_DRAFTED = "d2t", "t2d"  # of the short vocabulary: target id - row, and a flag for each target id
+# as safetensors spells them
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 # ---- loading ----
@@ -45,16 +51,17 @@ def load_head(
     """Read a head to the target's device. What its checkpoint does not have of embedding and head is the target's."""
     folder = Path(folder)
     head_config = head_config.resolve(target.config, str(folder))
-    catalogue = {_plain(name): entry for name, entry in weights.read_catalogue(folder).items()}
+    checkpoint = _open(folder)
+    catalogue = checkpoint.catalogue
     shared = {"own_embedding": _EMBEDDING in catalogue, "own_head": _OUTPUT in catalogue}
     make = Eagle3Head if head_config.kind == EAGLE3 else BlockHead
     head = make(head_config, target, dtype, max_positions, **shared)
     destinations = destinations_of(head)
-    vocabulary = _read_vocabulary(folder, catalogue, head_config)
+    vocabulary = _read_vocabulary(folder, checkpoint, head_config)
     unneeded = {name for name in catalogue if name in (_OFFSETS, _IS_DRAFTED) or name.endswith("rotary_emb.inv_freq")}
     weights.check_names(folder, catalogue.keys() - unneeded, destinations, "config.json")
     weights.check_tensors(catalogue, destinations)
-    weights.fill(destinations, catalogue, progress)
+    checkpoint.fill(destinations, progress)
     if head.vocabulary is not None and vocabulary is not None:
         head.vocabulary.copy_(vocabulary)
     if isinstance(head, BlockHead):
@@ -62,21 +69,68 @@ def load_head(
     return head
 
 
+@dataclass(frozen=True)
+class _HeadFile:
+    """The tensors of a checkpoint; EAGLE-3's layer has one name however the file spells it."""
+
+    catalogue: Mapping[str, CheckpointTensor]
+    unpickled: Mapping[str, Tensor] | None  # None: the tensors are in safetensors files
+
+    def fill(self, destinations: Mapping[str, Destination], progress: Update | None) -> None:
+        if self.unpickled is None:
+            weights.fill(destinations, self.catalogue, progress)
+            return
+        done, total = 0, sum(self.unpickled[name].nbytes for name in destinations)
+        for name, destination in destinations.items():
+            destination.tensor.copy_(self.unpickled[name])
+            done += self.unpickled[name].nbytes
+            if progress is not None:
+                progress(done, total)
+
+    def offsets(self) -> Tensor:
+        """Of the short vocabulary."""
+        if self.unpickled is not None:
+            return self.unpickled[_OFFSETS]
+        with safe_open(self.catalogue[_OFFSETS].path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(_OFFSETS)
+        return tensor
+
+
+def _open(folder: Path) -> _HeadFile:
+    path = folder / PICKLED_FILE
+    if weights.has_safetensors(folder) or not path.is_file():
+        return _HeadFile({_plain(name): entry for name, entry in weights.read_catalogue(folder).items()}, None)
+    state = _unpickle(path)
+    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+        raise ModelError(f"{path}: expected tensors by name; fetch the model again")
+    tensors = {_plain(name): tensor for name, tensor in state.items()}
+    catalogue = {
+        name: CheckpointTensor(path, 0, tuple(tensor.shape), _DTYPES.get(tensor.dtype, str(tensor.dtype)))
+        for name, tensor in tensors.items()
+    }
+    return _HeadFile(catalogue, tensors)
+
+
 def _plain(name: str) -> str:
-    """One name for both spellings of EAGLE-3's layer."""
     return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
 
 
-def _read_vocabulary(folder: Path, catalogue: dict[str, CheckpointTensor], config: HeadConfig) -> Tensor | None:
+def _unpickle(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)  # weights_only: no code of the file runs
+    except Exception as error:  # pickle, zip and torch raise their own
+        raise ModelError(f"{path}: cannot be read ({type(error).__name__}); fetch the model again") from error
+
+
+def _read_vocabulary(folder: Path, checkpoint: _HeadFile, config: HeadConfig) -> Tensor | None:
     """The token id of each row of the head, int64; None where the head covers the whole vocabulary."""
-    entry, size = catalogue.get(_OFFSETS), config.num_output_rows
+    entry, size = checkpoint.catalogue.get(_OFFSETS), config.num_output_rows
     if entry is None:
         if config.is_short:
             raise ModelError(f"{folder}: the model lacks {_OFFSETS}; draft_vocab_size={size} asks for it")
         return None
     weights.check_shape(entry.path, _OFFSETS, entry.shape, (size,), "config.json")
-    with safe_open(entry.path, framework="pt") as file:
-        offsets: Tensor = file.get_tensor(_OFFSETS)
+    offsets = checkpoint.offsets()
     ids = torch.arange(size) + offsets.long()
     if ids.min() < 0 or ids.max() >= config.layers.vocab_size or len(set(ids.tolist())) != size:
         raise ModelError(f"{entry.path}: {_OFFSETS} leads to tokens twice or outside the vocabulary; fetch it again")
@@ -89,10 +143,7 @@ def _read_mask_embedding(folder: Path, head: BlockHead) -> Tensor | None:
     path = folder / MASK_FILE
     if not path.is_file():
         return None
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)  # weights_only: no code of the file runs
-    except Exception as error:  # pickle, zip and torch raise their own
-        raise ModelError(f"{path}: cannot be read ({type(error).__name__}); fetch the model again") from error
+    state = _unpickle(path)
     if isinstance(state, dict):
         of_token = state.get("mask_token_id", head.head_config.mask_token_id)
         if of_token != head.head_config.mask_token_id:

@@ -153,6 +153,13 @@ def rename_layer(folder: Path) -> None:
     save_file({name.replace("midlayer.", "layers.0."): tensor for name, tensor in load_file(path).items()}, path)
 
 
+def pickle(folder: Path) -> None:
+    """The weights as some EAGLE-3 heads are published."""
+    path = folder / "model.safetensors"
+    torch.save(load_file(path), folder / "pytorch_model.bin")
+    path.unlink()
+
+
 def to_speculators(folder: Path, kind: str) -> None:
     """The config of a raw head in the wrapper of speculators."""
     path = folder / "config.json"

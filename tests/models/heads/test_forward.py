@@ -91,6 +91,18 @@ def test_eagle3_with_its_own_or_the_targets_tokens(tmp_path, target, form, own_h
     check_eagle3(tmp_path, target, config)
 
 
+def test_a_pickled_head_reads_like_any_other(tmp_path, target):
+    config = rig.eagle3_config(draft_vocab_size=20)
+    write_head(Eagle3Head.random(config, target, seed=1, std=0.2), tmp_path)
+    head = read(tmp_path, target, config)
+    rig.pickle(tmp_path)
+    again = read(tmp_path, target, config)
+    assert all(torch.equal(*pair) for pair in zip(head.weights(), again.weights(), strict=True))
+    assert head.vocabulary is not None
+    assert again.vocabulary is not None
+    assert torch.equal(head.vocabulary, again.vocabulary)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_eagle3_with_layers_of_either_family(tmp_path, target, family, bias):
@@ -167,6 +179,19 @@ def test_old_dspark_configs_keep_their_fields_in_dflash_config(tmp_path, target)
     removed = dict.fromkeys(("mask_token_id", "target_layer_ids", "sample_from_anchor", "dspark_bonus_anchor"), ...)
     rig.edit_config(tmp_path, architectures=["DSparkDraftModel"], **removed)
     check_block(tmp_path, target, config)
+
+
+@pytest.mark.parametrize(("num_tokens", "anchor_predicts"), [(4, False), (5, True), (3, True)])
+def test_early_dspark_heads_of_speculators_tell_by_their_drafts_whether_the_anchor_predicts(
+    tmp_path, target, num_tokens, anchor_predicts
+):
+    written = rig.block_config(**{**rig.DSPARK, "num_drafts": 5})
+    write_head(BlockHead.random(written, target, seed=1, std=0.2), tmp_path)
+    rig.to_speculators(tmp_path, "dspark")
+    methods = [{"proposal_type": "greedy", "speculative_tokens": num_tokens}]
+    rig.edit_config(tmp_path, sample_from_anchor=..., speculators_config={"proposal_methods": methods})
+    expected = rig.replace(written, anchor_predicts=anchor_predicts, num_drafts=5 if anchor_predicts else 4)
+    check_block(tmp_path, target, expected)
 
 
 def test_the_features_may_be_the_default_ones(tmp_path, target):

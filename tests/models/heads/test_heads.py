@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -140,3 +141,20 @@ def test_a_head_is_checked_against_its_target_before_a_weight_is_read(pair):
 def test_a_head_is_no_target(pair):
     with pytest.raises(ConfigError, match="is a draft head and no model of its own"):
         source.open_target(str(pair[1]))
+
+
+def test_the_hub_is_asked_for_a_pickled_file_only_if_a_head_has_no_other(pair, monkeypatch):
+    target_source = source.open_target(str(pair[0]))
+    rig.pickle(pair[1])
+    asked: list[bool] = []
+
+    def download(name, allow_patterns, **_):
+        asked.append("pytorch_model.bin" in allow_patterns)
+        return str(pair[0] if name == "org/model" else pair[1])
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert isinstance(source.open_draft("org/head", target_source), source.HeadSource)
+    assert asked == [False, True]
+    asked.clear()
+    assert isinstance(source.open_draft("org/model", target_source), source.FolderSource)
+    assert not any(asked)

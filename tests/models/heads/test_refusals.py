@@ -162,6 +162,33 @@ def test_a_missing_unknown_or_misshapen_tensor_is_named(folder, target, form, ch
     assert named in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"fc.weight": None}, "lacks fc.weight"),
+        ({"fc.weight": torch.zeros(32, 64)}, "fc.weight has the shape [32, 64]"),
+        ({"norm.weight": torch.zeros(32, dtype=torch.int32)}, "norm.weight has the dtype torch.int32"),
+        ({"mask_hidden": torch.zeros(32)}, "has mask_hidden"),
+    ],
+)
+def test_tensors_of_a_pickled_head_are_named_too(folder, target, changes, named):
+    path = folder("eagle3")
+    rig.edit_tensors(path, **changes)
+    rig.pickle(path)
+    with pytest.raises(ModelError) as refusal:
+        load(path, target)
+    assert named in str(refusal.value)
+
+
+@pytest.mark.parametrize("state", [pytest.raises, [torch.zeros(1)], {"fc.weight": 1}])
+def test_a_pickled_file_of_anything_but_tensors_is_refused(folder, target, state):
+    path = folder("eagle3")
+    rig.pickle(path)
+    torch.save(state, path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="pytorch_model"):
+        load(path, target)
+
+
 def test_tensors_that_no_head_needs_are_ignored(folder, target):
     path = folder("eagle3")
     rig.edit_tensors(path, t2d=None, **{"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)})
