@@ -232,8 +232,11 @@ def attend(
     scale: float | None = None,
     overlap: bool = False,
     first_key: int = 0,
+    sees_all: bool = False,
 ) -> None:
     """Causal attention of the rows of the tiles to their requests' keys from first_key on, into out.
+
+    With `sees_all` it is not causal: a row sees all rows of its request.
 
     qkv [R, num_heads + 2 * num_kv_heads, head_dim], contiguous, its queries rotated; pages [num_pages, page_size,
     2 * num_kv_heads, head_dim], the step's own keys and values already in them; table [slots, columns] int32; out [R,
@@ -257,6 +260,6 @@ def attend(
         config.min_split // config.block_n, max(MAX_SPLIT, config.min_split) // config.block_n,
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size,
         block_m=config.block_m, block_n=config.block_n, is_split=config.num_splits > 1, overlap=overlap,
-        first_key=first_key,
+        first_key=first_key, sees_all=sees_all,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=overlap,
     )  # fmt: skip

@@ -71,7 +71,7 @@ def attend_kernel(
     table_stride, scale, rows_per_tile, num_splits, num_sms, min_share, max_share,
     num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, page_size: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, is_split: tl.constexpr, overlap: tl.constexpr,
-    first_key: tl.constexpr,
+    first_key: tl.constexpr, sees_all: tl.constexpr,
 ):  # fmt: skip
     """One program for a split of a tile at one key head. Queries are [block_m, head_dim], keys [block_n, head_dim].
 
@@ -90,6 +90,8 @@ def attend_kernel(
     position = tl.load(start + request) + offset  # of the tile's first row
     columns = table + tl.load(slot + request).to(tl.int64) * table_stride
     end = position + rows_here  # the keys its last row sees
+    if sees_all:
+        end = tl.load(start + request) + tl.load(num_rows + request)
     low, high, num_active = 0, end, 1
     if is_split:
         num_blocks = tl.cdiv(end, block_n)
@@ -121,14 +123,17 @@ def attend_kernel(
     total = tl.zeros([block_m, block_n], tl.float32) if deferred else tl.zeros([block_m], tl.float32)
     acc = tl.zeros([block_m, head_dim], tl.float32)
     clear = low  # keys before this one are seen by every row
+    row_position = position + row
+    if sees_all:
+        row_position = tl.zeros_like(row) + end - 1
     if block_m >= 64 and first_key == 0:  # where arithmetic counts, keys that every row sees take a loop without masks
         clear = tl.maximum(low, tl.minimum(high, (position + 1) // block_n * block_n))
         acc, total, peak = _scan(
-            acc, total, peak, q, columns, keys, low, clear, end, position + row, scale, entry,
+            acc, total, peak, q, columns, keys, low, clear, end, row_position, scale, entry,
             num_kv_heads, head_dim, page_size, block_n, False, deferred, first_key,
         )  # fmt: skip
     acc, total, peak = _scan(
-        acc, total, peak, q, columns, keys, clear, high, end, position + row, scale, entry,
+        acc, total, peak, q, columns, keys, clear, high, end, row_position, scale, entry,
         num_kv_heads, head_dim, page_size, block_n, True, deferred, first_key,
     )  # fmt: skip
     if deferred:

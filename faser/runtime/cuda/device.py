@@ -15,6 +15,7 @@ from faser.models.config import ModelConfig
 from faser.models.heads import BlockHead, Eagle3Head
 from faser.models.transformer import Transformer
 from faser.progress import progress_bar
+from faser.runtime.cuda.block import CudaBlock, CudaBlockDrafter
 from faser.runtime.cuda.draft_memory import CudaDraftMemory, Layout
 from faser.runtime.cuda.drafter import CudaDrafter, CudaModelDrafter, CudaNgramDrafter
 from faser.runtime.cuda.eagle3 import CudaEagle3, CudaEagle3Drafter
@@ -72,8 +73,6 @@ class CudaDevice:
         limits, device = parts.limits, parts.target.device
         for role, model in zip(("target", "draft"), parts.models, strict=False):
             self.require_heads(role, model.config)
-        if isinstance(parts.draft, BlockHead):
-            raise ConfigError("block heads run on the CPU only so far; give another draft, or use --device cpu")
         if limits.max_running > ROW_BUCKETS[-1]:
             raise ConfigError(f"max_running={limits.max_running}: a GPU batch has at most {ROW_BUCKETS[-1]} requests")
         ledger = MemoryLedger(sum(each.num_bytes for each in parts.models)) if device.type == "cuda" else None
@@ -90,6 +89,11 @@ class CudaDevice:
             target.features = CudaFeatures(parts.draft, target.max_rows, parts.page_size)
             models.append(CudaEagle3(parts.draft, slots, limits, parts.page_size, lanes, target))
             drafter = CudaEagle3Drafter(models[1])
+        elif isinstance(parts.draft, BlockHead):
+            target.features = CudaFeatures(parts.draft, target.max_rows, parts.page_size)
+            block = CudaBlock(parts.draft, slots, limits, parts.page_size, lanes, target)
+            models.append(block)
+            drafter = CudaBlockDrafter(block)
         elif parts.uses_ngrams:
             drafter = CudaNgramDrafter(slots, parts.history.numpy())
         executor = CudaExecutor(parts, target, drafter, slots, lanes, runs_ahead=self.runs_ahead)

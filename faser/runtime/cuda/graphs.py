@@ -61,6 +61,14 @@ def head_draft(num_requests: int, rows_per_request: int) -> Shape | None:
     return Shape(requests, requests * each, each, requests)
 
 
+def block_draft(num_requests: int, rows_per_request: int, block_rows: int) -> Shape | None:
+    """The graph for blocks of `block_rows` rows, behind the rows that the head has to read."""
+    requests, each = least(ROW_BUCKETS, num_requests), least(ROWS_PER_REQUEST, rows_per_request)
+    if requests is None or each is None or requests * each > ROW_BUCKETS[-1]:
+        return None
+    return Shape(requests, requests * each, each, requests * block_rows)
+
+
 def next_draft(num_requests: int) -> Shape:
     """The graph for a further token of drafts."""
     rows = least(ROW_BUCKETS, num_requests)

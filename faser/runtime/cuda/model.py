@@ -44,6 +44,7 @@ class CudaModel:
     """
 
     first_key = 0  # tokens of a context before this one have no keys
+    sees_all = False  # a row sees all rows of its request, not only those before it
 
     def __init__(
         self,
@@ -137,7 +138,10 @@ class CudaModel:
 
     def has_graph_of(self, shape: Shape) -> bool:
         """Whether one tile holds all rows of a request, as a graph needs unless it is mixed."""
-        return shape.is_mixed or self.tiling.config(shape).rows_per_tile >= shape.rows_per_request
+        if shape.is_mixed:
+            return True
+        fits = shape.num_rows <= self.max_rows
+        return fits and self.tiling.config(shape).rows_per_tile >= shape.rows_per_request
 
     def mixed_shapes(self) -> list[Shape]:
         """The graphs of steps whose requests differ much in rows; at least one."""
@@ -305,7 +309,7 @@ class CudaModel:
         for each in attending:
             attention.attend(
                 qkv, pages, self.table, each.tiles, attended, each.workspace, each.config, overlap=self._overlaps,
-                first_key=self.first_key,
+                first_key=self.first_key, sees_all=self.sees_all,
             )  # fmt: skip
         linear.linear_residual(attended, layer.out, hidden, layer.out_bias, self._linear, num_sms=num_sms)
         linear.norm_gate_up(hidden, layer.mlp_norm, eps, layer.gate_up, activated, normed, gate_up, num_sms=num_sms)

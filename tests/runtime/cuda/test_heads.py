@@ -1,4 +1,4 @@
-"""An EAGLE-3 head on the GPU's code: the output of plain decoding, and the drafts of the CPU's code."""
+"""Draft heads on the GPU's code: the output of plain decoding, and the drafts of the CPU's code."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ pytest.importorskip("triton")
 
 from faser.build import build_engine
 from faser.config import EngineOptions
-from faser.errors import ConfigError
 from faser.models.heads import DraftHead
 from faser.models.transformer import Transformer
 from faser.policy import Fixed
 from faser.request import Request, SamplingParams
+from faser.runtime.cuda.block import BlockLaunch
 from faser.runtime.cuda.device import CudaDevice
 from faser.runtime.cuda.drafter import ModelDraft
-from tests.oracle import RandomLengths
+from tests.oracle import RandomLengths, RandomStops
 from tests.runtime.cuda.test_executor import on
 from tests.test_exactness import make_engine, reference, serve
 from tests.test_heads import Drafts, Pauses
-from tests.tiny import CONFIGS, VOCABULARY, make_head
-
-KINDS = ("eagle3", "eagle3.1")
+from tests.tiny import CONFIGS, HEAD_KINDS, VOCABULARY, make_head
 
 
 def head_on(head: DraftHead, target: Transformer) -> DraftHead:
@@ -80,6 +78,9 @@ def engine_of(small: Transformer, kind: str, device: str, policy, *, ahead: bool
         ("eagle3", RandomLengths, False),
         ("eagle3.1", RandomLengths, True),
         ("eagle3", lambda: Pauses([True, False, False]), True),
+        ("dspark", lambda: Fixed(3), True),
+        ("dspark", RandomStops, False),
+        ("dflash", RandomLengths, True),
     ],
 )
 def test_the_output_is_that_of_plain_decoding(small, device, kind, policy, ahead):
@@ -92,10 +93,10 @@ def test_the_output_is_that_of_plain_decoding(small, device, kind, policy, ahead
 def drafted(monkeypatch):
     """What the GPU's code drafts behind each context."""
     seen: dict[tuple[int, ...], list[int]] = {}
-    extend = ModelDraft.extend
+    kinds = {kind: kind.extend for kind in (ModelDraft, BlockLaunch)}
 
     def watched(draft, num_sms=0):
-        if not extend(draft, num_sms):
+        if not kinds[type(draft)](draft, num_sms):
             return False
         model, num_active = draft._model, draft.requests.size
         history, requests = model.slots.history.cpu(), model.requests
@@ -105,12 +106,13 @@ def drafted(monkeypatch):
             seen[tuple(tokens[:end])] = tokens[end:]
         return True
 
-    monkeypatch.setattr(ModelDraft, "extend", watched)
+    for kind in kinds:
+        monkeypatch.setattr(kind, "extend", watched)
     return seen
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HEAD_KINDS)
 def test_drafts_are_those_of_the_cpu(small, device, kind, ahead, drafted):
     engine = make_engine(small, make_head(small, kind), Fixed(3), max_running=4)
     expected = Drafts(engine)
@@ -123,17 +125,12 @@ def test_drafts_are_those_of_the_cpu(small, device, kind, ahead, drafted):
         assert all(ours == theirs for ours, theirs in both)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_preemptions_and_cached_prompts_change_no_token(small, device, ahead):
-    engine = engine_of(small, "eagle3", device, Fixed(3), ahead=ahead, num_pages=14)
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_preemptions_and_cached_prompts_change_no_token(small, device, kind):
+    engine = engine_of(small, kind, device, Fixed(3), ahead=True, num_pages=14)
     right = reference(small, requests()).tokens
     for turn in "ab":
         outcome = serve(engine, [replace(each, id=each.id + turn) for each in requests()])
         assert {name[:-1]: tokens for name, tokens in outcome.tokens.items()} == right
     assert engine.scheduler.num_preemptions > 0
     assert engine.scheduler.prefixes.num_hits > 0
-
-
-def test_a_block_head_is_refused_by_name(small, device):
-    with pytest.raises(ConfigError, match="block heads run on the CPU only"):
-        engine_of(small, "dspark", device, Fixed(3))
