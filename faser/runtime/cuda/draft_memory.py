@@ -106,7 +106,9 @@ class WeightsLoader:
         self._events: tuple[Any, Any] | None = None
         self._is_on_gpu = weights.is_cuda
         make: Any = torch.cuda.Stream
-        self._stream = make(weights.device) if self._is_on_gpu else None
+        # Of a priority of its own: streams of one priority share hardware queues, and what waits for the copy in such a
+        # queue holds up whatever is behind it.
+        self._stream = make(weights.device, priority=-1) if self._is_on_gpu else None
         self.seconds = source.numel() / LOAD_SPEED  # expected; of the last load, if there was one
 
     def begin(self) -> None:
@@ -122,7 +124,7 @@ class WeightsLoader:
         self._events = began, ended
 
     def _copy(self) -> None:
-        self._pages.zero_()  # first: a kernel that waits for a copy can hold up kernels of other streams
+        self._pages.zero_()
         self._weights.copy_(self._source, non_blocking=True)
 
     def is_done(self) -> bool:
