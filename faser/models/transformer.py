@@ -11,7 +11,7 @@ row-major.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +37,7 @@ class Layer:
     """The weights of one layer. Rows of qkv: queries, keys, values. Rows of gate_up: gate, then up."""
 
     attention_norm: Tensor  # [hidden]
-    qkv: Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
+    qkv: Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]; twice hidden in an EAGLE-3 head
     qkv_bias: Tensor | None  # [(num_heads + 2 * num_kv_heads) * head_dim]
     qk_norm: Tensor | None  # [num_heads + num_kv_heads, head_dim]: a row per head applies both norms at once
     out: Tensor  # [hidden, num_heads * head_dim]
@@ -86,9 +86,9 @@ class Transformer:
         max_positions: int | None = None,
     ) -> Transformer:
         """A model whose weights are allocated but not written."""
-        make = _Allocator(dtype, torch.device(device))
+        make = Allocator(dtype, torch.device(device))
         embedding = make.vector(config.vocab_size, config.hidden_size)
-        layers = tuple(_empty_layer(config, make) for _ in range(config.num_layers))
+        layers = tuple(empty_layer(config, make) for _ in range(config.num_layers))
         head = embedding if config.tie_embeddings else make.matrix(config.vocab_size, config.hidden_size)
         return cls(config, embedding, layers, make.vector(config.hidden_size), head, max_positions)
 
@@ -98,8 +98,8 @@ class Transformer:
 
         With a short vocabulary the head is a copy of the rows of its tokens.
         """
-        make = _Allocator(owner.dtype, owner.device)
-        layers = tuple(_empty_layer(config, make) for _ in range(config.num_layers))
+        make = Allocator(owner.dtype, owner.device)
+        layers = tuple(empty_layer(config, make) for _ in range(config.num_layers))
         head = owner.head
         if short_vocabulary is not None:
             short_vocabulary = short_vocabulary.to(owner.device)
@@ -120,15 +120,8 @@ class Transformer:
     ) -> Transformer:
         """A model with random weights, for tests and benchmarks. Norms are near 1, biases not 0: mistakes show."""
         model = cls.empty(config, dtype, device, max_positions)
-        generator = torch.Generator(device=model.device).manual_seed(seed)
         layer_norms = (t for layer in model.layers for name, t in layer.tensors().items() if name.endswith("norm"))
-        norms = {id(norm) for norm in (*layer_norms, model.final_norm)}
-        for weight in model.weights():
-            centre, spread = (1.0, 0.1) if id(weight) in norms else (0.0, std)
-            # Filled in storage order: filling a transposed matrix by its strides is slow.
-            (weight.t() if weight.dim() == 2 and not weight.is_contiguous() else weight).normal_(
-                centre, spread, generator=generator
-            )
+        fill_random(model.weights(), (*layer_norms, model.final_norm), seed, std)
         return model
 
     @property
@@ -167,7 +160,7 @@ class Transformer:
         Running the layers in several calls gives the same bits.
         """
         for index in range(first, self.num_layers if last is None else last):
-            hidden = self._run_layer(index, hidden, attend)
+            hidden = run_layer(index, self.layers[index], self.config, hidden, attend)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -176,30 +169,49 @@ class Transformer:
         With a short vocabulary: one column per token of it.
         """
         normed = rms_norm(hidden, self.final_norm, self.config.norm_eps)
-        return _apply_head(normed, self.head).float()
+        return apply_head(normed, self.head).float()
 
     def shortlist_logits(self, hidden: Tensor, candidates: int, token_ids: Tensor) -> Tensor:
         """[rows, candidates + 1]: the logits of tokens 0 … candidates - 1, then that of each row's own token."""
         normed = rms_norm(hidden, self.final_norm, self.config.norm_eps)
         own = (normed.float() * self.head[token_ids].float()).sum(-1, keepdim=True)
-        return torch.cat((_apply_head(normed, self.head[:candidates]).float(), own), dim=1)
+        return torch.cat((apply_head(normed, self.head[:candidates]).float(), own), dim=1)
 
-    def _run_layer(self, index: int, hidden: Tensor, attend: Attend) -> Tensor:
-        layer, config = self.layers[index], self.config
-        normed = rms_norm(hidden, layer.attention_norm, config.norm_eps)
-        qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(
-            -1, config.num_heads + 2 * config.num_kv_heads, config.head_dim
+
+def run_layer(index: int, layer: Layer, config: ModelConfig, hidden: Tensor, attend: Attend) -> Tensor:
+    """One layer on hidden [rows, hidden_size], which is not changed. `index` is what attend is told."""
+    return run_normed(index, layer, config, hidden, rms_norm(hidden, layer.attention_norm, config.norm_eps), attend)
+
+
+def run_normed(
+    index: int, layer: Layer, config: ModelConfig, residual: Tensor, normed: Tensor, attend: Attend
+) -> Tensor:
+    """One layer whose attention reads `normed` [rows, columns of layer.qkv] and adds to `residual` [rows, hidden]."""
+    qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(
+        -1, config.num_heads + 2 * config.num_kv_heads, config.head_dim
+    )
+    if layer.qk_norm is not None:
+        rms_norm_heads_(qkv[:, : -config.num_kv_heads], layer.qk_norm, config.norm_eps)
+    hidden = torch.addmm(residual, attend(index, qkv), layer.out.t())
+    if layer.out_bias is not None:
+        hidden.add_(layer.out_bias)
+    gate_up = F.linear(rms_norm(hidden, layer.mlp_norm, config.norm_eps), layer.gate_up)
+    return torch.addmm(hidden, silu_mul(gate_up), layer.down.t())
+
+
+def fill_random(weights: Iterable[Tensor], norms: Iterable[Tensor], seed: int, std: float) -> None:
+    """Random weights of this standard deviation; those that are among `norms` are near 1."""
+    norm_ids, generator = {id(norm) for norm in norms}, None
+    for weight in weights:
+        generator = generator or torch.Generator(device=weight.device).manual_seed(seed)
+        centre, spread = (1.0, 0.1) if id(weight) in norm_ids else (0.0, std)
+        # Filled in storage order: filling a transposed matrix by its strides is slow.
+        (weight.t() if weight.dim() == 2 and not weight.is_contiguous() else weight).normal_(
+            centre, spread, generator=generator
         )
-        if layer.qk_norm is not None:
-            rms_norm_heads_(qkv[:, : -config.num_kv_heads], layer.qk_norm, config.norm_eps)
-        hidden = torch.addmm(hidden, attend(index, qkv), layer.out.t())
-        if layer.out_bias is not None:
-            hidden.add_(layer.out_bias)
-        gate_up = F.linear(rms_norm(hidden, layer.mlp_norm, config.norm_eps), layer.gate_up)
-        return torch.addmm(hidden, silu_mul(gate_up), layer.down.t())
 
 
-class _Allocator:
+class Allocator:
     """Allocates tensors; matrices in the storage order that is fast on the device."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -215,12 +227,13 @@ class _Allocator:
         return self.vector(num_out, num_in)
 
 
-def _empty_layer(config: ModelConfig, make: _Allocator) -> Layer:
+def empty_layer(config: ModelConfig, make: Allocator, num_inputs: int | None = None) -> Layer:
+    """A layer whose weights are not written. `num_inputs`: columns of qkv where they are not hidden_size."""
     hidden, query_size = config.hidden_size, config.num_heads * config.head_dim
     qkv_size = query_size + 2 * config.num_kv_heads * config.head_dim
     return Layer(
         attention_norm=make.vector(hidden),
-        qkv=make.matrix(qkv_size, hidden),
+        qkv=make.matrix(qkv_size, num_inputs or hidden),
         qkv_bias=make.vector(qkv_size) if config.qkv_bias else None,
         qk_norm=make.vector(config.num_heads + config.num_kv_heads, config.head_dim) if config.qk_norm else None,
         out=make.matrix(hidden, query_size),
@@ -231,7 +244,7 @@ def _empty_layer(config: ModelConfig, make: _Allocator) -> Layer:
     )
 
 
-def _apply_head(x: Tensor, weight: Tensor) -> Tensor:
+def apply_head(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight^T, contiguous; for a row-major weight on a CPU, by the product that is faster at these rows."""
     if x.shape[0] in _SWAPPED_HEAD_ROWS and not x.is_cuda and weight.is_contiguous():
         return (weight @ x.t()).t().contiguous()
