@@ -53,15 +53,22 @@ OPENINGS = (
 
 
 def load_target(path: str, dtype: torch.dtype, device: str) -> tuple[Transformer, Tokenizer]:
-    """A model from a Hugging Face folder or a GGUF file."""
+    """A model from a Hugging Face folder or a GGUF file, and its tokenizer."""
+    from faser.models import gguf, weights
+
+    model = load_model(path, dtype, device)
+    if gguf.is_gguf(path):
+        return model, gguf.load_tokenizer(path)
+    return model, Tokenizer.from_folder(weights.resolve(path))
+
+
+def load_model(path: str, dtype: torch.dtype, device: str) -> Transformer:
     from faser.models import gguf, weights
 
     if gguf.is_gguf(path):
-        config = gguf.read_config(path)
-        return gguf.load(path, config, dtype, device), gguf.load_tokenizer(path)
+        return gguf.load(path, gguf.read_config(path), dtype, device)
     folder = weights.resolve(path)
-    config = ModelConfig.from_folder(folder)
-    return weights.load(folder, config, dtype, device), Tokenizer.from_folder(folder)
+    return weights.load(folder, ModelConfig.from_folder(folder), dtype, device)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ from tools.distill import (
     write_answers,
 )
 from tools.heads.convert import serving_head
-from tools.heads.loss import Judged, LossMix, backward, decaying
+from tools.heads.loss import Judged, LossMix, backward, compare, decaying
 from tools.heads.modules import BlockModule, Eagle3Module, HeadModule, all_anchors, random_anchors
 from tools.heads.simulate import matches, tabulate
 
@@ -150,9 +151,8 @@ class Training:
     def __init__(self, target: Transformer, data: np.ndarray, settings: Settings, compiled: bool = False) -> None:
         self.target, self.data, self.settings = target, data, settings
         self.module = make_module(target, data, settings)
-        self.states: Callable[[Tensor, Tensor, Tensor], Tensor] = self.module.states
-        if compiled:
-            self.states = torch.compile(self.module.states, dynamic=False)
+        compiler = partial(torch.compile, dynamic=False) if compiled else _as_it_is
+        self._states, self._compare = compiler(self.module.states), compiler(compare)
         self.optimiser = torch.optim.AdamW(
             self.module.parameters(),
             lr=settings.rate,
@@ -171,8 +171,8 @@ class Training:
             features, right = features_of(self.target, tokens, self._feature_layers())
         anchors = self._anchors(tokens)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            states = self.states(tokens, features, anchors)
-        judged = backward(self.module, self.target, tokens, right, states, anchors, self._mix(done))
+            states = self._states(tokens, features, anchors)
+        judged = backward(self.module, self.target, tokens, right, states, anchors, self._mix(done), self._compare)
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.settings.clip)
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
@@ -223,6 +223,10 @@ class Training:
         if self.settings.kind == "eagle3":
             return LossMix(1 - 0.9 * done, decaying(self.settings.block, 0.8))
         return LossMix(0.1, decaying(self.settings.block, math.exp(-1 / 4)))
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
 
 
 def fit(training: Training, share_done: ShareDone, report: Callable[[Judged, float], None]) -> None:
@@ -330,7 +334,7 @@ def evaluate(args: argparse.Namespace) -> None:
     """Acceptance by position and tokens per verification on prompts outside the training, by category."""
     device = pick_device(args.device)
     target, tokenizer = load_target(args.model, torch.bfloat16 if device == "cuda" else torch.float32, device)
-    heads = {path: open_head(path, target) for path in args.folders}
+    heads = {path: open_head(path, target, max(args.lengths)) for path in args.folders}
     rows = read_jsonl(args.prompts)[:: args.stride]
     prompts = [tokenizer.encode(chat_prompt(str(row["turns"][0])))[: args.most_prompt] for row in rows]  # type: ignore[index]
     categories, lengths = [str(row["category"]) for row in rows], sorted(args.lengths)
@@ -349,10 +353,13 @@ def evaluate(args: argparse.Namespace) -> None:
     print(json.dumps(report))
 
 
-def open_head(path: str, target: Transformer) -> DraftHead:
+def open_head(path: str, target: Transformer, length: int) -> DraftHead:
+    """A head that drafts at least `length` tokens."""
     config = read_head_config(path)
     if config is None:
         raise ConfigError(f"{path} is no draft head; expected a folder whose config.json describes one")
+    if config.kind == BLOCK and length > config.num_drafts:
+        raise ConfigError(f"--lengths {length}: {path} drafts {config.num_drafts} tokens; expected no more")
     return load_head(path, config.resolve(target.config, path), target, target.dtype)
 
 
@@ -407,7 +414,7 @@ def train_parser() -> argparse.ArgumentParser:
     parser.add_argument("--anchors", type=int, default=defaults.anchors, help="blocks a sequence (128)")
     parser.add_argument("--rate", type=float, help="learning rate (eagle3 4e-4, blocks 6e-4)")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of the written weights (bfloat16)")
-    parser.add_argument("--compile", action="store_true", help="compile the head's forward and backward")
+    parser.add_argument("--compile", action="store_true", help="compile the head's layers and the loss")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seed", type=int, default=defaults.seed)
     return parser

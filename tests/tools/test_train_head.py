@@ -252,6 +252,12 @@ def test_texts_and_layers_that_do_not_fit_are_refused(run, capsys):
     assert "--layers 3: expected 1 to 2" in capsys.readouterr().err
 
 
+def test_lengths_beyond_a_block_are_refused(target, tmp_path):
+    write_head(serving_head(make_head_module("dflash", target), target, torch.float32), tmp_path / "head")
+    with pytest.raises(ConfigError, match=r"--lengths 4: .* drafts 3 tokens"):
+        tool.open_head(str(tmp_path / "head"), target, 4)
+
+
 def test_a_folder_that_is_no_head_is_refused(folder, tmp_path, written, capsys):
     (tmp_path / "prompts.jsonl").write_text("")
     assert tool.main(["evaluate", str(folder), str(folder), "--prompts", str(tmp_path / "prompts.jsonl")]) == 2

@@ -7,6 +7,7 @@ vocabulary the target's other tokens count as missed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +45,28 @@ class Judged:
     agreement: Tensor  # [drafts]: the best tokens are the same
 
 
+@torch.no_grad()
+def labels(target: Transformer, right: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The target's log-probabilities of the vocabulary's tokens [..., vocabulary], and its best tokens [...]."""
+    whole = F.linear(right, target.head).float()
+    best, log_p = whole.argmax(dim=-1), whole.log_softmax(dim=-1)
+    return log_p if vocabulary is None else log_p[..., vocabulary], best
+
+
+def compare(logits: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """KL(target || head) within the vocabulary, times the target's probability of the vocabulary; the overlap; and the
+    head's best column. logits and log_p [..., vocabulary]; all results [...]
+    """
+    log_q, p = logits.float().log_softmax(dim=-1), log_p.exp()
+    mass = p.sum(dim=-1)
+    kl = (p * (log_p - log_q)).sum(dim=-1) - torch.xlogy(mass, mass)
+    overlap = torch.minimum(p, log_q.exp()).sum(dim=-1)
+    return kl, overlap, logits.detach().argmax(dim=-1)
+
+
+Comparison = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]  # `compare`, or the same compiled
+
+
 def backward(
     module: HeadModule,
     target: Transformer,
@@ -52,6 +75,7 @@ def backward(
     states: Tensor,
     anchors: Tensor,
     mix: LossMix,
+    comparison: Comparison = compare,
     chunk: int = 8192,
 ) -> Judged:
     """Add the gradient of one batch to the module's.
@@ -73,7 +97,7 @@ def backward(
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 before, rows = tokens[part].gather(1, place), leaf[part, :, draft]
                 logits, odds = module.logits(rows, before), module.confidence(rows, before)
-            kl, overlap, guess = compare(logits, log_p[sequence, place])
+            kl, overlap, guess = comparison(logits, log_p[sequence, place])
             loss = mix.kl * kl + (1 - mix.kl) * (1 - overlap)
             if odds is not None:
                 loss = loss + mix.confidence * F.binary_cross_entropy_with_logits(
@@ -86,22 +110,3 @@ def backward(
     states.backward(leaf.grad)
     loss_by_draft, overlap, agreement = sums / (num_sequences * num_chains)
     return Judged((loss_by_draft * mix.weights.to(device)).sum(), overlap, agreement)
-
-
-@torch.no_grad()
-def labels(target: Transformer, right: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The target's log-probabilities of the vocabulary's tokens [..., vocabulary], and its best tokens [...]."""
-    whole = F.linear(right, target.head).float()
-    best, log_p = whole.argmax(dim=-1), whole.log_softmax(dim=-1)
-    return log_p if vocabulary is None else log_p[..., vocabulary], best
-
-
-def compare(logits: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """KL(target || head) within the vocabulary, times the target's probability of the vocabulary; the overlap; and the
-    head's best column. logits and log_p [..., vocabulary]; all results [...]
-    """
-    log_q, p = logits.float().log_softmax(dim=-1), log_p.exp()
-    mass = p.sum(dim=-1)
-    kl = (p * (log_p - log_q)).sum(dim=-1) - torch.xlogy(mass, mass)
-    overlap = torch.minimum(p, log_q.exp()).sum(dim=-1)
-    return kl, overlap, logits.detach().argmax(dim=-1)
