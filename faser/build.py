@@ -28,7 +28,7 @@ from faser.limits import HARD_MAX_LENGTH, Limits
 from faser.models import weights
 from faser.models.config import ModelConfig
 from faser.models.draft import apply_patch
-from faser.models.source import FolderSource, GgufSource, PatchSource, open_draft, open_target
+from faser.models.source import FolderSource, GgufSource, HeadSource, PatchSource, open_draft, open_target
 from faser.models.transformer import Transformer
 from faser.policy import Policy
 from faser.policy.early_exit import EarlyExit, can_pay
@@ -89,6 +89,8 @@ def load_pair(model: str | Transformer | None, draft: Draft, options: EngineOpti
 def _load_sources(model: str | None, draft: str | None, options: EngineOptions) -> LoadedPair:
     source = open_target(model)
     draft_source = open_draft(draft, source) if draft is not None and draft != NGRAM else None
+    if isinstance(draft_source, HeadSource):
+        raise ConfigError(f"{draft}: draft heads can be read but not served yet; give a draft model or {NGRAM}")
     max_model_len = _max_model_len(options, source.config.max_positions)
     device = make_device(options.device)
     require_room(options.kv_memory, device.memory)

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from faser.errors import ConfigError, FaserError
 from faser.models import weights
-from faser.models.config import DTYPES, ModelConfig, Rope
+from faser.models.config import DTYPES, ModelConfig, Rope, config_dict
 from faser.models.layers import rope_tables
 from faser.models.transformer import Layer, Transformer
 from faser.progress import Update
@@ -366,9 +366,10 @@ def write_folder(
     folder = Path(folder)
     _refuse_features(model.config)
     _refuse_unwritable(model)
+    description = config_dict(model.config, str(model.dtype).removeprefix("torch."))
     _refuse_folders(folder, tokenizer_files_from)
     folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "config.json", _config_dict(model))
+    _write_json(folder / "config.json", description)
     _write_weights(model, folder, shard_bytes, progress)
     if tokenizer_files_from is not None:
         for path in _tokenizer_files(Path(tokenizer_files_from)):
@@ -385,57 +386,10 @@ def _refuse_folders(folder: Path, tokenizer_files_from: str | Path | None) -> No
 def _refuse_unwritable(model: Transformer) -> None:
     if model.vocabulary is not None:
         raise ConfigError("the model's head covers a short vocabulary; expected all of it: keep the model in memory")
-    if model.config.rope.factors:
-        raise ConfigError(
-            "the rope has a factor for each frequency, as in GGUF files, which a Llama config.json cannot hold; "
-            "keep the model in memory, or inflate the Hugging Face original"
-        )
 
 
 def _tokenizer_files(folder: Path) -> list[Path]:
     return sorted({path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()})
-
-
-def _config_dict(model: Transformer) -> dict[str, Any]:
-    """The contents of config.json, in the older format, which every reader knows."""
-    config = model.config
-    eos = list(config.eos_token_ids)
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate_size,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
-        "max_position_embeddings": config.max_positions,
-        "rope_theta": config.rope.theta,
-        "rope_scaling": _rope_scaling(config.rope),
-        "tie_word_embeddings": config.tie_embeddings,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-        "torch_dtype": str(model.dtype).removeprefix("torch."),
-    }
-
-
-def _rope_scaling(rope: Rope) -> dict[str, Any] | None:
-    if rope.kind == "default":
-        return None
-    scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
-    names = {
-        "linear": (),
-        "llama3": ("low_freq_factor", "high_freq_factor"),
-        "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor"),
-    }[rope.kind]
-    if names:
-        scaling["original_max_position_embeddings"] = rope.original_max_positions
-    return scaling | {name: getattr(rope, name) for name in names}
 
 
 def _write_weights(model: Transformer, folder: Path, shard_bytes: int, progress: Update | None) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from faser.errors import ModelError, UnsupportedModel
+from faser.errors import ConfigError, ModelError, UnsupportedModel
 
 FAMILIES = {
     "LlamaForCausalLM": "llama",
@@ -343,3 +343,55 @@ def _dtype(fields: Fields) -> str:
     if value not in DTYPES:
         raise fields.refuse(f"the dtype {value!r}", f"expected one of {', '.join(DTYPES)}")
     return value
+
+
+# ---- writing ----
+
+
+def config_dict(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """The contents of config.json of a Llama or Qwen3, in the older format, which every reader knows."""
+    names = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    if config.family not in names or config.qkv_bias != config.out_bias:
+        raise ConfigError(f"a {config.family} with its biases cannot be written; expected a Llama or Qwen3 as usual")
+    if config.rope.factors:
+        raise ConfigError(
+            "the rope has a factor for each frequency, as in GGUF files, which a config.json cannot hold; "
+            "keep the model in memory, or start from the Hugging Face original"
+        )
+    eos = list(config.eos_token_ids)
+    return {
+        "architectures": [names[config.family]],
+        "model_type": config.family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "max_position_embeddings": config.max_positions,
+        "rope_theta": config.rope.theta,
+        "rope_scaling": _rope_scaling(config.rope),
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_bias": config.qkv_bias,
+        "mlp_bias": False,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+        "torch_dtype": dtype,
+    }
+
+
+def _rope_scaling(rope: Rope) -> dict[str, Any] | None:
+    if rope.kind == "default":
+        return None
+    scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
+    names = {
+        "linear": (),
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+        "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor"),
+    }[rope.kind]
+    if names:
+        scaling["original_max_position_embeddings"] = rope.original_max_positions
+    return scaling | {name: getattr(rope, name) for name in names}

@@ -1,4 +1,4 @@
-"""From the name a user gives to a model that can be loaded: a folder, a hub name, a GGUF file or a draft patch.
+"""From the name a user gives to a model that can be loaded: a folder, a hub name, a GGUF file, a draft patch or head.
 
 Whatever can be refused is refused when a source is opened, before a weight is read. No name means the default model,
 SmolLM2-135M-Instruct, from the Python package that carries it. A draft fits its target where a token id means the same
@@ -20,6 +20,8 @@ from faser.models import draft as patches
 from faser.models import generation, gguf, weights
 from faser.models.config import ModelConfig, read_object
 from faser.models.gguf.tokenizer import read_vocabulary
+from faser.models.heads import DraftHead, HeadConfig, load_head, read_head_config
+from faser.models.heads.load import PICKLED_FILE
 from faser.models.transformer import Transformer
 from faser.progress import Update
 from faser.text.chat import ChatTemplate
@@ -92,6 +94,18 @@ class PatchSource:
     patch: patches.Patch
 
 
+@dataclass(frozen=True)
+class HeadSource:
+    """A draft head, checked against its target but not loaded."""
+
+    path: Path
+    config: ModelConfig  # of its layers
+    head_config: HeadConfig
+
+    def load(self, target: Transformer, dtype: torch.dtype, max_positions: int, progress: Update) -> DraftHead:
+        return load_head(self.path, self.head_config, target, dtype, max_positions, progress)
+
+
 def open_target(name: str | None) -> FolderSource | GgufSource:
     """The named model; None: the default one."""
     return _open(str(default_target()) if name is None else name)
@@ -109,11 +123,14 @@ def recommended_sampling(name: str | None, mode: str) -> generation.Recommendati
     return generation.read(weights.resolve(name) / generation.FILE)
 
 
-def open_draft(name: str, target: FolderSource | GgufSource) -> FolderSource | GgufSource | PatchSource:
+def open_draft(name: str, target: FolderSource | GgufSource) -> FolderSource | GgufSource | PatchSource | HeadSource:
     """The named draft, checked against its target."""
     if gguf.is_gguf(name) and gguf.open_file(name).architecture == patches.ARCHITECTURE:
         patch = patches.read_patch(name, target.config)
         return PatchSource(Path(name), replace(target.config, num_layers=len(patch.source_layers)), patch)
+    head = None if gguf.is_gguf(name) else _open_head(name, target.config)
+    if head is not None:
+        return head
     source = _open(name)
     check_pair(target.path, source.path, target.config, source.config)
     return source
@@ -139,7 +156,21 @@ def _open(name: str) -> FolderSource | GgufSource:
             raise ConfigError(f"{name} is a draft patch and no model of its own; give it as the draft of its target")
         return GgufSource(path, gguf.read_config(path))
     folder = weights.resolve(name)
+    if read_head_config(folder) is not None:
+        raise ConfigError(f"{name} is a draft head and no model of its own; give it as the draft of its target")
     return FolderSource(folder, ModelConfig.from_folder(folder))
+
+
+def _open_head(name: str, target: ModelConfig) -> HeadSource | None:
+    """None where the name leads to no head."""
+    folder = weights.resolve(name)
+    head_config = read_head_config(folder)
+    if head_config is None:
+        return None
+    head_config = head_config.resolve(target, str(folder))
+    if not weights.has_safetensors(folder):
+        folder = weights.resolve(name, [PICKLED_FILE])
+    return HeadSource(folder, head_config.layers, head_config)
 
 
 def _template_text(folder: Path, settings: Mapping[str, Any]) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,15 +32,18 @@ _PIECE_BYTES = 16 << 20  # read at a time
 _READERS = 8  # threads that load to a GPU: one alone copies from the file cache far slower than the bus can
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_HUB_FILES = ["*.json", "model*.safetensors", "tokenizer*", "*.jinja"]
+_HUB_FILES = ["*.json", "model*.safetensors", "tokenizer*", "*.jinja", "mask_embedding.pt"]
 _NAMES_SHOWN = 4
 
 
 # ---- which model ----
 
 
-def resolve(name_or_path: str | Path) -> Path:
-    """The folder of a model, given as a folder or a hub name; the latter is fetched into the hub's cache."""
+def resolve(name_or_path: str | Path, more_files: Sequence[str] = ()) -> Path:
+    """The folder of a model, given as a folder or a hub name; the latter is fetched into the hub's cache.
+
+    `more_files` are fetched besides those that every model may have.
+    """
     name = str(name_or_path)
     folder = Path(name).expanduser()
     if name and folder.is_dir():
@@ -49,10 +52,10 @@ def resolve(name_or_path: str | Path) -> Path:
         raise ModelError(f"{name} is a file and no GGUF; expected a model folder: give the one that holds config.json")
     if not _HUB_NAME.fullmatch(name) or name.startswith("."):
         raise ModelError(f"{name!r}: no such folder; expected an existing model folder or a hub name such as org/name")
-    return _fetch(name)
+    return _fetch(name, more_files)
 
 
-def _fetch(name: str) -> Path:
+def _fetch(name: str, more_files: Sequence[str]) -> Path:
     try:
         import huggingface_hub  # slow to import, and not needed for a folder
     except ImportError:
@@ -60,7 +63,8 @@ def _fetch(name: str) -> Path:
             f"{name}: no such folder here, and the hub cannot be asked: {install_hint('engine', ['huggingface_hub'])}"
         ) from None
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
+        files = [*_HUB_FILES, *more_files]
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=files, ignore_patterns=["*/*"]))
     except Exception as error:  # the hub raises its own, the HTTP library's and the operating system's errors
         raise ModelError(f"{name}: {_hub_remedy(error)} ({_first_line(error)})") from None
 
@@ -101,16 +105,16 @@ def load(
     max_positions: int | None = None,
 ) -> Transformer:
     """Read the weights of `folder` tensor by tensor into their final places; peak memory is about the model's own."""
-    catalogue = _catalogue(Path(folder))
+    catalogue = read_catalogue(Path(folder))
     model = Transformer.empty(config, dtype, device, max_positions)
     destinations = destinations_of(model)
     _check_catalogue(Path(folder), catalogue, destinations, config.tie_embeddings)
-    _fill(destinations, catalogue, progress)
+    fill(destinations, catalogue, progress)
     return model
 
 
 @dataclass(frozen=True)
-class _CheckpointTensor:
+class CheckpointTensor:
     """A tensor of the checkpoint, or some rows of it."""
 
     path: Path
@@ -139,31 +143,32 @@ class Destination:
 def destinations_of(model: Transformer) -> dict[str, Destination]:
     """Every tensor that the checkpoint must hold, by name."""
     destinations = {
-        "model.embed_tokens.weight": _whole(model.embedding),
-        "model.norm.weight": _whole(model.final_norm),
+        "model.embed_tokens.weight": whole(model.embedding),
+        "model.norm.weight": whole(model.final_norm),
     }
     if not model.config.tie_embeddings:
-        destinations["lm_head.weight"] = _whole(model.head)
+        destinations["lm_head.weight"] = whole(model.head)
     for index, layer in enumerate(model.layers):
-        for name, destination in _layer_destinations(layer, model.config).items():
+        for name, destination in layer_destinations(layer, model.config).items():
             destinations[f"model.layers.{index}.{name}"] = destination
     return destinations
 
 
-def _layer_destinations(layer: Layer, config: ModelConfig) -> dict[str, Destination]:
+def layer_destinations(layer: Layer, config: ModelConfig) -> dict[str, Destination]:
+    """Of one layer, by name behind the layer's own."""
     destinations = {
-        "input_layernorm.weight": _whole(layer.attention_norm),
-        "post_attention_layernorm.weight": _whole(layer.mlp_norm),
-        "self_attn.o_proj.weight": _whole(layer.out),
-        "mlp.down_proj.weight": _whole(layer.down),
+        "input_layernorm.weight": whole(layer.attention_norm),
+        "post_attention_layernorm.weight": whole(layer.mlp_norm),
+        "self_attn.o_proj.weight": whole(layer.out),
+        "mlp.down_proj.weight": whole(layer.down),
     }
     gate, up = torch.split(layer.gate_up, config.intermediate_size)
-    destinations |= {"mlp.gate_proj.weight": _whole(gate), "mlp.up_proj.weight": _whole(up)}
+    destinations |= {"mlp.gate_proj.weight": whole(gate), "mlp.up_proj.weight": whole(up)}
     destinations |= _qkv_destinations(layer.qkv, "weight", config)
     if layer.qkv_bias is not None:
         destinations |= _qkv_destinations(layer.qkv_bias, "bias", config)
     if layer.out_bias is not None:
-        destinations["self_attn.o_proj.bias"] = _whole(layer.out_bias)
+        destinations["self_attn.o_proj.bias"] = whole(layer.out_bias)
     if layer.qk_norm is not None:
         query_norm, key_norm = torch.split(layer.qk_norm, [config.num_heads, config.num_kv_heads])
         destinations["self_attn.q_norm.weight"] = Destination((config.head_dim,), query_norm)
@@ -174,16 +179,18 @@ def _layer_destinations(layer: Layer, config: ModelConfig) -> dict[str, Destinat
 def _qkv_destinations(fused: Tensor, kind: str, config: ModelConfig) -> dict[str, Destination]:
     query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     parts = torch.split(fused, [query_size, key_size, key_size])
-    return {f"self_attn.{letter}_proj.{kind}": _whole(part) for letter, part in zip("qkv", parts, strict=True)}
+    return {f"self_attn.{letter}_proj.{kind}": whole(part) for letter, part in zip("qkv", parts, strict=True)}
 
 
-def _whole(destination: Tensor) -> Destination:
+def whole(destination: Tensor) -> Destination:
+    """A place of the checkpoint's own shape."""
     return Destination(tuple(destination.shape), destination)
 
 
-def _fill(
-    destinations: Mapping[str, Destination], catalogue: Mapping[str, _CheckpointTensor], progress: Update | None
+def fill(
+    destinations: Mapping[str, Destination], catalogue: Mapping[str, CheckpointTensor], progress: Update | None
 ) -> None:
+    """Read every tensor into its place."""
     pieces = [
         piece for name, destination in destinations.items() for piece in _pieces(catalogue[name], destination.tensor)
     ]
@@ -195,7 +202,7 @@ def _fill(
             progress(done, total)
 
 
-def _pieces(entry: _CheckpointTensor, destination: Tensor) -> Iterator[tuple[_CheckpointTensor, Tensor]]:
+def _pieces(entry: CheckpointTensor, destination: Tensor) -> Iterator[tuple[CheckpointTensor, Tensor]]:
     """A tensor in groups of rows, each with its destination. A vector stays whole: it may fill many rows."""
     rows_per_piece = max(1, _PIECE_BYTES // entry.row_bytes)
     if len(entry.shape) == 1 or entry.shape[0] <= rows_per_piece:
@@ -204,10 +211,10 @@ def _pieces(entry: _CheckpointTensor, destination: Tensor) -> Iterator[tuple[_Ch
     for start in range(0, entry.shape[0], rows_per_piece):
         stop = min(start + rows_per_piece, entry.shape[0])
         offset, shape = entry.offset + start * entry.row_bytes, (stop - start, *entry.shape[1:])
-        yield _CheckpointTensor(entry.path, offset, shape, entry.dtype), destination[start:stop]
+        yield CheckpointTensor(entry.path, offset, shape, entry.dtype), destination[start:stop]
 
 
-def _copy_all(pieces: list[tuple[_CheckpointTensor, Tensor]]) -> Iterator[int]:
+def _copy_all(pieces: list[tuple[CheckpointTensor, Tensor]]) -> Iterator[int]:
     """Read pieces and copy them to their destinations; yields the bytes of each.
 
     For a GPU several threads work, each through page-locked memory, which the GPU reads at full speed. Files are read
@@ -219,7 +226,7 @@ def _copy_all(pieces: list[tuple[_CheckpointTensor, Tensor]]) -> Iterator[int]:
     for _ in range(_READERS if on_gpu else 1):
         buffers.put(torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu))
 
-    def copy(piece: tuple[_CheckpointTensor, Tensor]) -> int:
+    def copy(piece: tuple[CheckpointTensor, Tensor]) -> int:
         part, destination = piece
         buffer = buffers.get()
         try:
@@ -235,7 +242,7 @@ def _copy_all(pieces: list[tuple[_CheckpointTensor, Tensor]]) -> Iterator[int]:
         yield from readers.map(copy, pieces)
 
 
-def _read(part: _CheckpointTensor, buffer: Tensor) -> Tensor:
+def _read(part: CheckpointTensor, buffer: Tensor) -> Tensor:
     """Read a part into the beginning of the buffer; returns it as a tensor."""
     memory = buffer[: part.num_bytes]
     with part.path.open("rb") as file:
@@ -248,14 +255,14 @@ def _read(part: _CheckpointTensor, buffer: Tensor) -> Tensor:
 # ---- what the folder holds ----
 
 
-def _catalogue(folder: Path) -> dict[str, _CheckpointTensor]:
+def read_catalogue(folder: Path) -> dict[str, CheckpointTensor]:
     """Every tensor of the checkpoint by name, from the headers alone."""
-    catalogue: dict[str, _CheckpointTensor] = {}
+    catalogue: dict[str, CheckpointTensor] = {}
     for path in _files(folder):
         header, first = _header(path)
         for name, tensor in header.items():
             start = first + tensor["data_offsets"][0]
-            catalogue[name] = _CheckpointTensor(path, start, tuple(tensor["shape"]), tensor["dtype"])
+            catalogue[name] = CheckpointTensor(path, start, tuple(tensor["shape"]), tensor["dtype"])
     return catalogue
 
 
@@ -270,6 +277,10 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
         header: dict[str, Any] = json.loads(file.read(size))
     header.pop("__metadata__", None)
     return header, 8 + size
+
+
+def has_safetensors(folder: Path) -> bool:
+    return (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file()
 
 
 def _files(folder: Path) -> list[Path]:
@@ -304,11 +315,16 @@ def _broken(path: Path, error: Exception) -> ModelError:
 
 
 def _check_catalogue(
-    folder: Path, catalogue: Mapping[str, _CheckpointTensor], destinations: Mapping[str, Destination], is_tied: bool
+    folder: Path, catalogue: Mapping[str, CheckpointTensor], destinations: Mapping[str, Destination], is_tied: bool
 ) -> None:
     # Rotary frequencies of older tools and the copy of a tied head may be there, unneeded.
     needed = {name for name in catalogue if not name.endswith("rotary_emb.inv_freq")}
     check_names(folder, needed - {"lm_head.weight"} if is_tied else needed, destinations, "config.json")
+    check_tensors(catalogue, destinations)
+
+
+def check_tensors(catalogue: Mapping[str, CheckpointTensor], destinations: Mapping[str, Destination]) -> None:
+    """Refuse tensors of the wrong dtype or shape."""
     for name, destination in destinations.items():
         entry = catalogue[name]
         if entry.dtype not in _DTYPES:

@@ -141,6 +141,9 @@ class DraftHead(ABC):
         norms = [tensor for name, tensor in self._further().items() if name.endswith("norm")]
         norms += [t for layer in self.layers for name, t in layer.tensors().items() if name.endswith("norm")]
         fill_random(self.own_weights(), (*norms, self.final_norm), seed, std)
+        for qk_norm in (layer.qk_norm for layer in self.layers if layer.qk_norm is not None):
+            for rows in torch.split(qk_norm, [self.config.num_heads, self.config.num_kv_heads]):
+                rows.copy_(rows[0].clone())  # a checkpoint has one norm for all heads
         if self.vocabulary is not None:
             generator = torch.Generator().manual_seed(seed)
             chosen = torch.randperm(self.config.vocab_size, generator=generator)[: len(self.vocabulary)]
