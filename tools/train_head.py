@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from faser.errors import ConfigError, FaserError
-from faser.models.config import DTYPES, ModelConfig
+from faser.models.config import DTYPES, ModelConfig, config_dict
 from faser.models.heads import BLOCK, EAGLE3, DraftHead, HeadConfig
 from faser.models.heads.config import read_head_config
 from faser.models.heads.load import load_head, write_head
@@ -112,6 +112,7 @@ def plan_head(target: ModelConfig, counts: np.ndarray, settings: Settings) -> He
             confidence=is_dspark,
             confidence_with_markov=is_dspark and settings.markov_rank > 0,
         )
+    config_dict(layers, "float32")  # refuses now what could not be written after the training
     return config.resolve(target, f"--kind {settings.kind}")
 
 

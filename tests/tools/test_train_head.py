@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from faser.errors import ConfigError, ModelError
+from faser.models.config import Rope
 from faser.models.heads import DraftHead
 from faser.models.heads.config import read_head_config
 from faser.models.heads.load import load_head, write_head
@@ -162,6 +163,12 @@ def test_default_features_of_eagle3_come_from_the_target():
 def test_features_that_the_target_does_not_have_are_refused():
     with pytest.raises(ModelError, match="features of layers 1, 9"):
         plan_head(TOY, np.ones(61), Settings(kind="dflash", features=(1, 9)))
+
+
+def test_a_rope_that_config_json_cannot_hold_is_refused_before_the_training():
+    target = replace(TOY, rope=Rope(factors=(1.0, 1.5, 4.0, 8.0)))
+    with pytest.raises(ConfigError, match="a factor for each frequency"):
+        plan_head(target, np.ones(61), KINDS["eagle3"])
 
 
 # ---- the written folder ----
