@@ -53,15 +53,22 @@ OPENINGS = (
 
 
 def load_target(path: str, dtype: torch.dtype, device: str) -> tuple[Transformer, Tokenizer]:
-    """A model from a Hugging Face folder or a GGUF file."""
+    """A model from a Hugging Face folder or a GGUF file, and its tokenizer."""
+    from faser.models import gguf, weights
+
+    model = load_model(path, dtype, device)
+    if gguf.is_gguf(path):
+        return model, gguf.load_tokenizer(path)
+    return model, Tokenizer.from_folder(weights.resolve(path))
+
+
+def load_model(path: str, dtype: torch.dtype, device: str) -> Transformer:
     from faser.models import gguf, weights
 
     if gguf.is_gguf(path):
-        config = gguf.read_config(path)
-        return gguf.load(path, config, dtype, device), gguf.load_tokenizer(path)
+        return gguf.load(path, gguf.read_config(path), dtype, device)
     folder = weights.resolve(path)
-    config = ModelConfig.from_folder(folder)
-    return weights.load(folder, config, dtype, device), Tokenizer.from_folder(folder)
+    return weights.load(folder, ModelConfig.from_folder(folder), dtype, device)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -94,11 +101,24 @@ def layer_weights(model: Transformer, index: int) -> dict[str, Tensor | None]:
 
 def hidden_of(model: Transformer, tokens: Tensor) -> Tensor:
     """The target's normed output for whole sequences. tokens [sequences, tokens]."""
+    return features_of(model, tokens, ())[1]
+
+
+def features_of(model: Transformer, tokens: Tensor, feature_layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The residual streams before some layers, side by side, and the normed output, for whole sequences.
+
+    tokens [sequences, tokens] -> [sequences, tokens, features * hidden], [sequences, tokens, hidden]. The number of
+    layers as a feature layer is the stream behind the last one.
+    """
     x = model.embed(tokens)
+    streams = {0: x} if 0 in feature_layers else {}
     cos, sin = model.cos[: tokens.shape[1]], model.sin[: tokens.shape[1]]
     for index in range(model.num_layers):
         x = run_layer(model.config, layer_weights(model, index), x, cos, sin)
-    return F.rms_norm(x, x.shape[-1:], model.final_norm, model.config.norm_eps)
+        if index + 1 in feature_layers:
+            streams[index + 1] = x
+    features = torch.cat([streams[layer] for layer in feature_layers], dim=-1) if feature_layers else x[..., :0]
+    return features, F.rms_norm(x, x.shape[-1:], model.final_norm, model.config.norm_eps)
 
 
 # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -349,11 +369,7 @@ def train(args: argparse.Namespace) -> None:
     data = np.load(args.data, mmap_mode="r")
     vocabulary = None
     if args.vocabulary:
-        counts = np.bincount(np.asarray(data[: 1 << 16]).reshape(-1), minlength=target.config.vocab_size)
-        vocabulary = torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[: args.vocabulary])).to(device)
-        print(
-            f"{args.vocabulary} tokens hold {counts[vocabulary.cpu()].sum() / counts.sum():.4f} of the text", flush=True
-        )
+        vocabulary = frequent_tokens(count_tokens(data, target.config.vocab_size), args.vocabulary).to(device)
     student = Student(target, args.layers, vocabulary)
     fit(student, data, args, share_of_minutes(args.minutes))
     quantised = args.quant == "TQ2_0"
@@ -367,12 +383,24 @@ def train(args: argparse.Namespace) -> None:
     print(f"{args.draft}: {Path(args.draft).stat().st_size / 1e6:.1f} MB, {note}", flush=True)
 
 
+def count_tokens(data: np.ndarray, num_tokens: int) -> np.ndarray:
+    """How often each token occurs in the first 65,536 sequences."""
+    return np.bincount(np.asarray(data[: 1 << 16]).reshape(-1), minlength=num_tokens)
+
+
+def frequent_tokens(counts: np.ndarray, size: int) -> Tensor:
+    """The `size` most frequent tokens in ascending order; prints which share of the text they are."""
+    chosen = np.sort(np.argsort(-counts, kind="stable")[:size])
+    print(f"{size} tokens hold {counts[chosen].sum() / counts.sum():.4f} of the text", flush=True)
+    return torch.from_numpy(chosen)
+
+
 ShareDone = Callable[[int], float]  # number of steps → share of the training that is done; it ends at 1
 
 
-def share_of_minutes(minutes: float) -> ShareDone:
-    """The share of the minutes that have passed since this call."""
-    started = time.perf_counter()
+def share_of_minutes(minutes: float, spent: float = 0.0) -> ShareDone:
+    """The share of the minutes that have passed since this call, with `spent` seconds before it."""
+    started = time.perf_counter() - spent
     return lambda step: (time.perf_counter() - started) / (60 * minutes)
 
 

@@ -92,13 +92,17 @@ SHAPES = {
 def inflated_config(config: ModelConfig, shape: Shape, dtype: torch.dtype) -> ModelConfig:
     """The config of the inflated model; ConfigError if the model cannot take this shape."""
     _refuse_features(config)
+    return replace(grown_config(config, shape, dtype), family="llama")
+
+
+def grown_config(config: ModelConfig, shape: Shape, dtype: torch.dtype) -> ModelConfig:
+    """The config with the dimensions of the shape, of any family; ConfigError if the layers cannot take them."""
     _refuse_dimensions(config, shape)
     _refuse_heads(config, shape)
     rope = _spread_rope(config.rope, shape.head_dim // config.head_dim)
     _refuse_rope(config.rope, config.head_dim, rope, shape.head_dim)
     return replace(
         config,
-        family="llama",
         rope=rope,
         norm_eps=config.norm_eps * config.hidden_size / shape.hidden_size,
         tie_embeddings=False,
@@ -180,7 +184,7 @@ def inflate(
     if model.vocabulary is not None:
         result.vocabulary = model.vocabulary.to(device)
         result.head = result.head[: len(model.vocabulary)].clone()
-    inflation = _Inflation(model.config, shape, device, seed, dense)
+    inflation = Inflation(model.config, shape, device, seed, dense)
     inflation.embed(model.embedding, result.embedding)
     for index, (source, real) in enumerate(_layer_sources(model.num_layers, shape.num_layers)):
         inflation.layer(model.layers[source], result.layers[index], real)
@@ -192,7 +196,7 @@ def inflate(
 
 def _layer_sources(small: int, large: int) -> list[tuple[int, bool]]:
     """For each large layer: the small layer it copies, and whether it is real (not an extra layer)."""
-    places = {(2 * index + 1) * large // (2 * small): index for index in range(small)}
+    places = {place_of(index, small, large): index for index in range(small)}
     sources, latest = [], 0
     for place in range(large):
         latest = places.get(place, latest)
@@ -200,8 +204,16 @@ def _layer_sources(small: int, large: int) -> list[tuple[int, bool]]:
     return sources
 
 
-class _Inflation:
-    """One inflation: the subspace of the residual stream, which head and neuron copies which, and random numbers."""
+def place_of(index: int, small: int, large: int) -> int:
+    """The large layer that has the function of the small layer `index`."""
+    return (2 * index + 1) * large // (2 * small)
+
+
+class Inflation:
+    """One inflation: the subspace of the residual stream, which head and neuron copies which, and random numbers.
+
+    `frame` [d, D] has orthonormal rows. It is drawn first: a seed gives all models of one width the same frame.
+    """
 
     def __init__(self, config: ModelConfig, shape: Shape, device: torch.device, seed: int, dense: bool) -> None:
         self._config = config
@@ -211,68 +223,88 @@ class _Inflation:
         self._generator = torch.Generator().manual_seed(seed)
         self._stride = shape.head_dim // config.head_dim
         self._norm_scale = math.sqrt(config.hidden_size / shape.hidden_size)
-        # frame [d, D], orthonormal rows
-        self._frame = self._orthonormal(shape.hidden_size, config.hidden_size).t()
+        self.frame = self.orthonormal(shape.hidden_size, config.hidden_size).t()
         # the small head, KV head or neuron that each large one copies
         self._kv_heads = torch.arange(shape.num_kv_heads, device=device) % config.num_kv_heads
         self._heads = torch.tensor(_head_sources(config, shape), device=device)
         self._neurons = torch.arange(shape.intermediate_size, device=device) % config.intermediate_size
 
     def embed(self, embedding: Tensor, into: Tensor) -> None:
-        into.copy_(self._work(embedding) @ self._frame)
+        into.copy_(self.work(embedding) @ self.frame)
 
     def head(self, norm: Tensor, head: Tensor, into_norm: Tensor, into_head: Tensor) -> None:
         into_norm.fill_(1)
-        into_head.copy_(self._folded(head, norm) @ self._frame)
+        into_head.copy_(self.folded(head, norm) @ self.frame)
 
     def layer(self, layer: Layer, into: Layer, real: bool) -> None:
         """Write a layer with the function of `layer`, or, if it is not real, one that changes nothing."""
         into.attention_norm.fill_(1)
         into.mlp_norm.fill_(1)
         strength = 1.0 if real else _FAINT**2 if self._dense else 0.0
-        self._attention(layer, into, strength)
-        self._mlp(layer, into, strength)
+        self.attention(self.folded(layer.qkv, layer.attention_norm) @ self.frame, layer, into, strength)
+        self.mlp(layer, into, strength)
 
-    def _attention(self, layer: Layer, into: Layer, strength: float) -> None:
+    def attention(self, qkv: Tensor, layer: Layer, into: Layer, strength: float = 1.0) -> None:
+        """Write the attention of a layer. qkv [out, inputs]: that of `layer` as it reads the inputs of `into`."""
         config, shape = self._config, self._shape
-        # query, key, value [heads, head_dim, D]
+        # query, key, value [heads, head_dim, inputs]
         parts = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        folded = self._folded(layer.qkv, layer.attention_norm) @ self._frame
-        query, key, value = folded.view(-1, config.head_dim, shape.hidden_size).split(parts)
-        query = self._spread_pairs(query[self._heads] * math.sqrt(self._stride))
-        key = self._spread_pairs(key[self._kv_heads])
+        query, key, value = qkv.view(-1, config.head_dim, qkv.shape[1]).split(parts)
+        query_scale, key_scale = self._qk_scales(layer, into)
+        query = self._spread_pairs(query[self._heads] * query_scale)
+        key = self._spread_pairs(key[self._kv_heads] * key_scale)
         # turns [KV heads, large head_dim, head_dim]: the subspace of the values in each large head
         turns = self._value_turns()
         value = turns @ value[self._kv_heads]
         into.qkv.copy_(torch.cat([query, key, value]).flatten(0, 1))
 
         # out, by the head it reads [heads, head_dim, D]
-        out = (self._work(layer.out).t() @ self._frame).view(-1, config.head_dim, shape.hidden_size)
+        out = (self.work(layer.out).t() @ self.frame).view(-1, config.head_dim, shape.hidden_size)
         shares = strength * self._shares(self._heads, config.num_heads)
         turns = turns.repeat_interleave(shape.num_heads // shape.num_kv_heads, 0) * shares[:, None, None]
         into.out.copy_((turns @ out[self._heads]).flatten(0, 1).t())
 
-    def _mlp(self, layer: Layer, into: Layer, strength: float) -> None:
-        gate_up = self._folded(layer.gate_up, layer.mlp_norm) @ self._frame
+    def _qk_scales(self, layer: Layer, into: Layer) -> tuple[float, float]:
+        """Factors of queries and keys; writes their norms where there are any.
+
+        The attention scale of the larger head is too small by sqrt(stride). Norms over the larger head come out
+        sqrt(stride) too large, and queries and keys must follow eps; the norms' weights undo both.
+        """
+        stride = self._stride
+        if layer.qk_norm is None or into.qk_norm is None:
+            return math.sqrt(stride), 1.0
+        weights = self.work(layer.qk_norm)[:, :, None]
+        query, key = weights.split([self._config.num_heads, self._config.num_kv_heads])
+        spread = torch.cat((query[self._heads], key[self._kv_heads] / math.sqrt(stride)))
+        into.qk_norm.copy_(self._spread_pairs(spread, 1.0)[:, :, 0])
+        scale = self._norm_scale * math.sqrt(stride)
+        return scale, scale
+
+    def mlp(self, layer: Layer, into: Layer, strength: float = 1.0) -> None:
+        gate_up = self.folded(layer.gate_up, layer.mlp_norm) @ self.frame
         for part, destination in zip(gate_up.chunk(2), into.gate_up.chunk(2), strict=True):
             destination.copy_(part[self._neurons])
         shares = strength * self._shares(self._neurons, self._config.intermediate_size)
-        down = self._work(layer.down).t() @ self._frame
+        down = self.work(layer.down).t() @ self.frame
         into.down.copy_((down[self._neurons] * shares[:, None]).t())
 
-    def _spread_pairs(self, heads: Tensor) -> Tensor:
-        """heads [num, head_dim, D] -> [num, large head_dim, D], rotary pair i at pair `stride` * i."""
+    def _spread_pairs(self, heads: Tensor, unused_scale: float | None = None) -> Tensor:
+        """heads [num, head_dim, D] -> [num, large head_dim, D], rotary pair i at pair `stride` * i.
+
+        The pairs between are copies of their neighbours; if no scale is given, so faint that they do not count.
+        """
         if self._stride == 1:
             return heads
         # pair i of a head is dimensions i and i + head_dim / 2: [num, 2, pairs, D]
         pairs = heads.view(heads.shape[0], 2, -1, heads.shape[2])
-        unused = pairs.roll(1, dims=2) * (_FAINT if self._dense else 0.0)
+        scale = (_FAINT if self._dense else 0.0) if unused_scale is None else unused_scale
+        unused = pairs.roll(1, dims=2) * scale
         return torch.stack([pairs, unused], dim=3).flatten(1, 3)
 
     def _value_turns(self) -> Tensor:
         large, small = self._shape.head_dim, self._config.head_dim
         if self._dense:
-            return self._orthonormal(self._shape.num_kv_heads, large, small)
+            return self.orthonormal(self._shape.num_kv_heads, large, small)
         return torch.eye(large, small, dtype=_WORK, device=self._device).expand(self._shape.num_kv_heads, -1, -1)
 
     def _shares(self, sources: Tensor, num_sources: int) -> Tensor:
@@ -289,11 +321,11 @@ class _Inflation:
         sums = torch.zeros(num_sources, dtype=_WORK, device=self._device).scatter_add(0, sources, shares)
         return shares / sums[sources]
 
-    def _folded(self, matrix: Tensor, norm: Tensor) -> Tensor:
+    def folded(self, matrix: Tensor, norm: Tensor) -> Tensor:
         """A matrix [out, d] times the weights of the norm before it and the scale of the larger residual stream."""
-        return self._work(matrix) * (self._work(norm) * self._norm_scale)
+        return self.work(matrix) * (self.work(norm) * self._norm_scale)
 
-    def _orthonormal(self, *shape: int) -> Tensor:
+    def orthonormal(self, *shape: int) -> Tensor:
         """Uniformly random matrices [..., rows, columns] with orthonormal columns; signs do not depend on the QR."""
         turned, triangle = torch.linalg.qr(self._gaussian(*shape))
         return turned * triangle.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
@@ -301,7 +333,7 @@ class _Inflation:
     def _gaussian(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator, dtype=_WORK).to(self._device)
 
-    def _work(self, weight: Tensor) -> Tensor:
+    def work(self, weight: Tensor) -> Tensor:
         return weight.to(self._device, _WORK)
 
 
