@@ -31,6 +31,19 @@ class Stopping:
         """Begin to check the drafts of these requests [n], given in order of falling length."""
         return Watch(self, requests)
 
+    def cut(self, confidence: FloatArray, lengths: IntArray) -> IntArray:
+        """[B] how much of each draft to verify, where all tokens are drafted already: rows are their only price.
+
+        confidence [B, depth] by index in the plan; NaN where nothing was drafted.
+        """
+        depth = min(confidence.shape[1], self.seconds.size)
+        chance = accepted_chance(np.nan_to_num(confidence[:, :depth]), self.calibration)
+        num_requests = max(1, int(np.count_nonzero(self.rates.any(axis=1))))  # others do not draft
+        row_seconds: FloatArray = self.seconds[:depth] / num_requests
+        is_worth_it: BoolArray = self.price * chance.cumprod(axis=1) > row_seconds
+        most: IntArray = is_worth_it.cumprod(axis=1).sum(axis=1)
+        return np.minimum(lengths, most)
+
     def spread(self, requests: BoolArray) -> Stopping:
         """The rule for a larger batch, in which this rule's requests are those marked; the others never draft."""
         rates = np.zeros((requests.size, self.rates.shape[1]))

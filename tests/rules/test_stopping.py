@@ -36,3 +36,13 @@ def test_a_plan_is_watched_in_its_own_order():
     confidence = np.array([[0.99, np.nan, np.nan], [0.4, 0.9, np.nan], [0.3, np.nan, np.nan]])
     assert watched.goes_on(confidence, 1), "0.4 + 0.3 > 0.5"
     assert not watched.goes_on(confidence, 2), "0.4 × 0.9 < 0.9, of the second alone"
+
+
+def test_of_whole_drafts_as_much_is_verified_as_is_worth_its_rows():
+    """Two requests share the seconds of a row; the third does not draft."""
+    rule = Stopping(np.array([[0.5] * 3, [0.5] * 3, [0.0] * 3]), np.array([0.4, 0.8, 1.2]), 1.0, (0.0, 1.0))
+    confidence = np.array([[0.9, 0.9, 0.9], [0.15, 0.9, 0.9], [np.nan] * 3])
+    lengths = rule.cut(confidence, np.array([3, 3, 0]))
+    assert lengths.tolist() == [3, 0, 0], "0.9, 0.81 and 0.73 against 0.2, 0.4 and 0.6; 0.15 against 0.2"
+    assert rule.cut(confidence, np.array([2, 3, 0])).tolist() == [2, 0, 0]
+    assert rule.cut(confidence[:, :1], np.array([1, 1, 0])).tolist() == [1, 0, 0]

@@ -235,13 +235,9 @@ class BlockDrafter(SamplingDrafter):
         most = int(lengths.max())
         with self._runner.timed():
             logits = head.logits(hidden[:, first : first + most].flatten(0, 1)).view(active.size, most, -1)
-        watch = None if plan.stopping is None else WatchedPlan(plan.stopping, plan.lengths)
         for done in range(most):
             going = np.flatnonzero(lengths[active] > done)
             if going.size == 0:
-                break
-            if watch is not None and done and not watch.goes_on(self._confidence, done):
-                np.minimum(lengths, done, out=lengths)
                 break
             index, requests = torch.from_numpy(going), active[going]
             slots, positions = plan.slots[requests], plan.num_tokens[requests] + done
@@ -252,3 +248,5 @@ class BlockDrafter(SamplingDrafter):
             scores = logits[index, done]
             stuck = self._sample(scores if bias is None else scores + bias, slots, positions, requests, done, known)
             lengths[requests[stuck]] = done
+        if plan.stopping is not None and self._confidence is not None:
+            lengths[:] = plan.stopping.cut(self._confidence, lengths)

@@ -177,6 +177,8 @@ class CudaBlockDrafter(CudaDrafter):
 class BlockLaunch:
     """The drafts of one step. The first `extend` launches them all; the others only tell of the next token."""
 
+    is_whole = True
+
     def __init__(self, model: CudaBlock, plan: StepPlan) -> None:
         order = np.argsort(-plan.lengths, kind="stable")
         self._order = order[plan.draft_rows[order] > 0]  # [n] by index in the plan

@@ -60,12 +60,22 @@ class DraftConfidence:
         step.num_drafted = draft.num_tokens
 
     def draft_by_rule(self, step: LaunchedStep, stopping: Stopping, draft: Draft, num_sms: int = 0) -> Iterator[None]:
-        """Draft as long as the rule says so. It is asked between two tokens, which waits for the device."""
+        """Draft as long as the rule says so. It is asked between two tokens, which waits for the device.
+
+        Of drafts that were made all at once it says how much is verified.
+        """
         self._requests.clear()
         if draft.extend(num_sms):
             self._request(draft)
         if not self._requests:
             step.num_drafted = draft.num_tokens
+            return
+        if draft.is_whole:
+            while draft.extend(num_sms):
+                self._request(draft)
+            yield
+            step.confidence = self.values(step.plan.lengths.size, stopping.rates.shape[1])
+            step.num_drafted = stopping.cut(step.confidence, step.plan.lengths)
             return
         yield
         watch = stopping.watch(self._requests[0])

@@ -27,6 +27,8 @@ FirstShape = Callable[[int, int], Shape | None]  # (requests, most rows of one) 
 class Draft(Protocol):
     """The drafts of one step while they are made. B requests of the plan, n that drafted in the latest launch."""
 
+    is_whole: bool  # the first launch drafts all tokens
+
     @property
     def num_tokens(self) -> IntArray: ...  # [B] tokens drafted so far
 
@@ -88,6 +90,8 @@ class ModelDraft:
     The first launch also computes the context tokens the draft lags behind by, for requests that will not draft yet as
     well.
     """
+
+    is_whole = False
 
     def __init__(
         self,
@@ -169,6 +173,7 @@ class NgramDraft:
 
     confidence = None
     num_unfinished = 0
+    is_whole = True
 
     def __init__(self, slots: Slots, history: IntArray, plan: StepPlan) -> None:
         self._slots = slots

@@ -31,6 +31,8 @@ CPU = torch.device("cpu")
 class ScriptedDraft:
     """Drafts of a plan whose requests are in order of length; token k of request i has confidence[k][i]."""
 
+    is_whole = False
+
     def __init__(self, plan: StepPlan, confidence: list[list[float]] | None) -> None:
         self._lengths = plan.lengths
         self._script = confidence
@@ -85,6 +87,13 @@ def test_a_rule_that_always_goes_on_drafts_the_full_lengths():
     assert step.num_drafted.tolist() == [3, 1]
 
 
+def test_of_drafts_made_at_once_each_request_verifies_what_is_worth_it(monkeypatch):
+    monkeypatch.setattr(ScriptedDraft, "is_whole", True)
+    step, yields = draft_by_rule([4, 2], [[0.9, 0.2], [0.8, 0.9], [0.3], [0.9]])
+    assert step.num_drafted.tolist() == [2, 0], "0.9 × 0.8 and 0.2, against 0.25 a row"
+    assert yields == 1
+
+
 def test_a_drafter_without_probabilities_is_not_asked_between_tokens():
     step, yields = draft_by_rule([1, 1], None)
     assert step.num_drafted.tolist() == [1, 1]
@@ -96,6 +105,7 @@ class BlockDraft:
 
     confidence = None
     num_unfinished = 0
+    is_whole = True
 
     def __init__(self, history: torch.Tensor, plan: StepPlan) -> None:
         self._history = history
