@@ -49,12 +49,12 @@ def small() -> Transformer:
     return Transformer.random(replace(CONFIGS["llama3"], head_dim=16, num_layers=2), 0, std=0.3)
 
 
-def requests(count: int = 4, max_tokens: int = 10) -> list[Request]:
+def requests(count: int = 3, max_tokens: int = 8) -> list[Request]:
     random = np.random.default_rng(3)
     return [
         Request(
             id=str(number),
-            prompt_token_ids=tuple(random.integers(3, VOCABULARY, size=1 if number == 3 else 5 + 4 * number).tolist()),
+            prompt_token_ids=tuple(random.integers(3, VOCABULARY, size=1 if number == 2 else 5 + 4 * number).tolist()),
             params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=2.0 * (number % 2)),
             seed=number,
         )
@@ -75,10 +75,8 @@ def engine_of(small: Transformer, kind: str, device: str, policy, *, ahead: bool
     ("kind", "policy", "ahead"),
     [
         ("eagle3", lambda: Fixed(3), True),
-        ("eagle3", RandomLengths, False),
         ("eagle3.1", RandomLengths, True),
         ("eagle3", lambda: Pauses([True, False, False]), True),
-        ("dspark", lambda: Fixed(3), True),
         ("dspark", RandomStops, False),
         ("dflash", RandomLengths, True),
     ],
@@ -111,15 +109,14 @@ def drafted(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("kind", HEAD_KINDS)
-def test_drafts_are_those_of_the_cpu(small, device, kind, ahead, drafted):
+def test_drafts_are_those_of_the_cpu(small, device, kind, drafted):
     engine = make_engine(small, make_head(small, kind), Fixed(3), max_running=4)
     expected = Drafts(engine)
     serve(engine, requests())
-    serve(engine_of(small, kind, device, Fixed(3), ahead=ahead), requests())
+    serve(engine_of(small, kind, device, Fixed(3), ahead=True), requests())
     common = expected.seen.keys() & drafted.keys()
-    assert len(common) > 15
+    assert len(common) > 8
     for context in common:
         both = zip(expected.seen[context], drafted[context], strict=False)  # near its end a request drafts less
         assert all(ours == theirs for ours, theirs in both)
@@ -127,10 +124,10 @@ def test_drafts_are_those_of_the_cpu(small, device, kind, ahead, drafted):
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 def test_preemptions_and_cached_prompts_change_no_token(small, device, kind):
-    engine = engine_of(small, kind, device, Fixed(3), ahead=True, num_pages=14)
-    right = reference(small, requests()).tokens
+    engine, some = engine_of(small, kind, device, Fixed(3), ahead=True, num_pages=9), requests(4, 14)
+    right = reference(small, some).tokens
     for turn in "ab":
-        outcome = serve(engine, [replace(each, id=each.id + turn) for each in requests()])
+        outcome = serve(engine, [replace(each, id=each.id + turn) for each in some])
         assert {name[:-1]: tokens for name, tokens in outcome.tokens.items()} == right
     assert engine.scheduler.num_preemptions > 0
     assert engine.scheduler.prefixes.num_hits > 0
