@@ -11,7 +11,7 @@ from typing import Any
 
 from faser.cost.curve import NOTHING, Curve
 from faser.cost.profile import Profile
-from faser.models.heads import DraftHead
+from faser.models.heads import BlockHead, DraftHead
 from faser.models.transformer import Transformer
 from faser.runtime.device import Speeds
 
@@ -20,13 +20,15 @@ def assumed_profile(
     target: Transformer, draft: Transformer | DraftHead | None, speeds: Speeds, max_rows: int, about: Mapping[str, Any]
 ) -> Profile:
     verify = _curve(target, speeds, max_rows)
-    drafts = NOTHING if draft is None else _curve(draft, speeds, max_rows)
+    drafts = next_drafts = NOTHING if draft is None else _curve(draft, speeds, max_rows)
+    if isinstance(draft, BlockHead):  # all tokens come from one forward
+        drafts, next_drafts = _curve(draft, speeds, max_rows, draft.head_config.num_block_rows), NOTHING
     return Profile(
         about=about,
         verify=verify,
         prompts=verify,
         first_draft=drafts,
-        next_draft=drafts,
+        next_draft=next_drafts,
         catch_up=drafts,
         host=speeds.host_seconds,
         stop_seconds=None if draft is None else speeds.stop_seconds,
@@ -34,13 +36,14 @@ def assumed_profile(
     )
 
 
-def _curve(model: Transformer | DraftHead, speeds: Speeds, max_rows: int) -> Curve:
+def _curve(model: Transformer | DraftHead, speeds: Speeds, max_rows: int, rows_each: int = 1) -> Curve:
+    """By requests of `rows_each` rows."""
     config, size = model.config, model.head.element_size()
     layer = model.layers[0]
     weights = model.num_layers * sum(each.numel() for each in (layer.qkv, layer.out, layer.gate_up, layer.down))
     weights += model.head.numel()
     base = model.num_layers * speeds.layer_seconds + weights * size / speeds.bytes_per_second
-    row = 2 * weights / speeds.flops_per_second
+    row = 2 * rows_each * weights / speeds.flops_per_second
     token = 2 * model.num_layers * config.num_kv_heads * config.head_dim * size / speeds.bytes_per_second
     rows = tuple(1 << i for i in range(max_rows.bit_length()))
     return Curve(rows, tuple(base + row * each for each in rows), (token,) * len(rows))

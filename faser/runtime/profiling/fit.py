@@ -15,7 +15,7 @@ from faser.cost.profiled_cost import ProfiledCost, work_of
 from faser.runtime.profiling.batches import SHORT_DRAFT, Subject
 from faser.runtime.profiling.steps import Measured
 
-MIN_NEXT_SHARE = 0.3  # of the first drafted token's seconds, that each further one takes at least
+MIN_NEXT_SHARE = 0.3  # of the first drafted token's seconds, that each further one takes: it reads the same weights
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,11 @@ class Samples:
         # by requests, rows and context of the first forward: seconds of drafting, by length
         self._drafts: defaultdict[tuple[int, int, int], dict[int, float]] = defaultdict(dict)
         self._host: list[float] = []
+
+    @property
+    def _drafts_blocks(self) -> bool:
+        """Whether all tokens of a draft come from one forward: then further ones may be free."""
+        return self._subject.limits.head is not None and self._subject.limits.head.block_rows > 0
 
     def add(self, several: Iterable[Measured]) -> None:
         graphs = self._subject.how.graph_rows
@@ -62,7 +67,10 @@ class Samples:
         verify = make_curve(self._verify, prior=target)
         first_tokens, next_tokens, first_forwards = self._draft_samples()
         first = make_curve(first_tokens, prior=draft)
-        following = make_curve(next_tokens, default=first, prior=draft)
+        if self._drafts_blocks:
+            following = make_curve(next_tokens)
+        else:
+            following = make_curve(next_tokens, default=first, prior=draft)
         has_graphs = bool(self._subject.how.graph_rows)
         catch_up = self._catch_up if has_graphs else self._catch_up + first_forwards
         return Profile(
@@ -83,7 +91,8 @@ class Samples:
             first.append(Sample(size, context, token))
             forwards.append(Sample(rows, context, token))
             longer = ((length, whole) for length, whole in seconds.items() if length > SHORT_DRAFT)
-            following += [Sample(size, context, _next_token(token, whole, length)) for length, whole in longer]
+            least = 0.0 if self._drafts_blocks else MIN_NEXT_SHARE * token
+            following += [Sample(size, context, _next_token(token, whole, length, least)) for length, whole in longer]
         return first, following, forwards
 
     def _stepped(self, curve: Curve, most_rows: int) -> Curve:
@@ -114,9 +123,9 @@ def _first_token(seconds: Mapping[int, float]) -> float:
     return seconds[length] / max(length, SHORT_DRAFT)
 
 
-def _next_token(first: float, whole: float, length: int) -> float:
-    """Of each token behind the first. It reads the same weights, so it is not free, whatever noise says."""
-    return max((whole - first) / (length - SHORT_DRAFT), MIN_NEXT_SHARE * first)
+def _next_token(first: float, whole: float, length: int, least: float) -> float:
+    """Of each token behind the first, but no less than `least`, whatever noise says."""
+    return max((whole - first) / (length - SHORT_DRAFT), least)
 
 
 def make_curve(

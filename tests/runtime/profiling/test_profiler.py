@@ -10,7 +10,7 @@ import pytest
 from faser.cost.curve import NOTHING, Curve
 from faser.cost.profile import Profile
 from faser.cost.profiled_cost import ProfiledCost
-from faser.limits import Limits
+from faser.limits import HeadLimits, Limits
 from faser.runtime.profiling.batches import NUM_HELD_OUT, Subject
 from faser.runtime.profiling.profiler import measure_quick
 from faser.step import StepSeconds
@@ -219,3 +219,15 @@ def test_batches_too_slow_for_the_time_are_left_out():
     found = profile_of(subject, seconds=6.0)
     assert subject.executor.time.now() - before < 7.0
     assert float(found.verify(16, 0)) == pytest.approx(50 * float(machine(CPU).verify(16, 0)), rel=0.1)
+
+
+@pytest.mark.parametrize("how", [GPU, CPU])
+def test_further_tokens_of_a_block_are_free(how):
+    limits = replace(LIMITS, head=HeadLimits(block_rows=7, max_length=7))
+
+    def blocks(profile, *sizes):
+        return Simulated(replace(profile, next_draft=NOTHING), *sizes)
+
+    found = profile_of(make_subject(how, limits, blocks))
+    assert float(found.next_draft(4, 400.0)) == pytest.approx(0.0, abs=1e-9)
+    assert float(found.first_draft(4, 400.0)) == pytest.approx(float(machine(how).first_draft(4, 400.0)), rel=0.1)
