@@ -59,7 +59,8 @@ def make_head(target: Transformer, kind: str = "eagle3", seed: int = 2, std: flo
     layers = replace(_BASE, num_layers=1, head_dim=16, tie_embeddings=False, max_positions=config.max_positions)
     options = {"layers": layers, "target_hidden_size": config.hidden_size, "feature_layers": (0, config.num_layers - 1)}
     if kind.startswith("eagle3"):
-        more = {"norm_before_residual": True, "norm_output": True} if "3.1" in kind else {}
+        flags = ("norm_before_residual", "norm_output", "fc_norm") if "3.1" in kind else ("norm_before_fc",)
+        more = dict.fromkeys(flags, True)
         return Eagle3Head.random(HeadConfig(kind=EAGLE3, draft_vocab_size=40, **options, **more), target, seed, std=std)
     options["layers"] = replace(layers, family="qwen3", num_layers=2, qk_norm=True)
     if kind == "dspark":

@@ -31,8 +31,8 @@ class CudaFeatures:
         def buffer(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=head.dtype, device=device)
 
-        self._kept = buffer(config.num_features, max_rows, config.target_hidden_size)
         self._joined = buffer(max_rows, config.feature_size)
+        self._normed = buffer(max_rows, config.target_hidden_size) if config.fc_norm else None
         self._fused = buffer(max_rows, head.config.hidden_size)
         self._linear = linear.LinearWorkspace.allocate(device)
         self.pages = torch.zeros(0, dtype=head.dtype, device=device)  # [pages, page_size, hidden]
@@ -47,8 +47,14 @@ class CudaFeatures:
     def keep(self, layer: int, hidden: Tensor) -> None:
         """Remember the residual stream [R, target hidden] before a layer, if the head reads it."""
         number = self._number.get(layer)
-        if number is not None:
-            self._kept[number, : hidden.shape[0]].copy_(hidden)
+        if number is None:
+            return
+        num_rows, head = hidden.shape[0], self._head
+        if isinstance(head, Eagle3Head) and head.fc_norm is not None and self._normed is not None:
+            normed = self._normed[:num_rows]
+            linear.rms_norm(hidden, head.fc_norm[number], head.config.norm_eps, normed)
+            hidden = normed
+        self._joined[:num_rows].view(num_rows, len(self._number), -1)[:, number].copy_(hidden)
 
     def store(self, rows: DeviceRows, table: Tensor) -> None:
         """Fuse what was kept and write it to the pages of the rows."""
@@ -63,12 +69,6 @@ class CudaFeatures:
         """The same as the `fuse` of heads, in static buffers."""
         head, eps = self._head, self._head.config.norm_eps
         joined, fused = self._joined[:num_rows], self._fused[:num_rows]
-        parts = joined.view(num_rows, len(self._number), -1)
-        for number in self._number.values():
-            kept = self._kept[number, :num_rows]
-            if isinstance(head, Eagle3Head) and head.fc_norm is not None:
-                linear.rms_norm(kept, head.fc_norm[number], eps, kept)
-            parts[:, number].copy_(kept)
         if isinstance(head, Eagle3Head) and head.input_norm is not None:
             linear.rms_norm(joined, head.input_norm, eps, joined)
         fused.zero_()
