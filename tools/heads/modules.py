@@ -161,12 +161,16 @@ class Eagle3Module(HeadModule):
 
     @torch.no_grad()
     def begin_as(self, target: Transformer) -> None:
-        """The target's last layer; the last features pass `fc` unchanged. The embedding's columns stay random."""
+        """The target's last layer; `fc` passes the last feature on. The embedding's columns stay random.
+
+        Random columns for the other features would drown it: streams have dimensions of hundreds.
+        """
         layer = self.layers[0]
         layer.begin_as(target, target.num_layers - 1)
         self.state_norm.copy_(layer.attention_norm)
         layer.attention_norm.fill_(1.0)
-        self.fc[:, -self.config.hidden_size :] += torch.eye(self.config.hidden_size, device=target.device)
+        self.fc.zero_()
+        self.fc[:, -self.config.hidden_size :].fill_diagonal_(1.0)
 
     def states(self, tokens: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
         """Step k of all chains at once: real keys before the anchor, and the chain's own from its first draft on.
