@@ -162,10 +162,7 @@ class Eagle3Module(HeadModule):
 
     @torch.no_grad()
     def begin_as(self, target: Transformer) -> None:
-        """The target's last layer; `fc` passes the last feature on. The embedding's columns stay random.
-
-        Random columns for the other features would drown it: streams have dimensions of hundreds.
-        """
+        """The target's last layer; `fc` passes the last feature on. The embedding's columns stay random."""
         layer = self.layers[0]
         layer.begin_as(target, target.num_layers - 1)
         self.state_norm.copy_(layer.attention_norm)
