@@ -21,7 +21,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ class Settings:
     batch: int = 64  # sequences a step
     anchors: int = 128  # chains a sequence; EAGLE-3 trains at all positions
     rate: float = 6e-4
-    clip: float = 1.0
+    clip: float = 1.0  # norm of the gradient
     seed: int = 0
 
 
@@ -302,14 +302,8 @@ def state_path(folder: Path) -> Path:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    names = ("layers", "block", "markov_rank", "short_vocabulary", "features", "begin", "batch", "anchors", "seed")
-    default_rate, default_clip = (4e-4, 0.5) if args.kind == "eagle3" else (6e-4, 1.0)
-    return Settings(
-        kind=args.kind,
-        rate=default_rate if args.rate is None else args.rate,
-        clip=default_clip,
-        **{name: getattr(args, name) for name in names},
-    )
+    given = {field.name: vars(args)[field.name] for field in fields(Settings) if field.name in vars(args)}
+    return Settings(**given, clip=0.5 if args.kind == "eagle3" else 1.0)
 
 
 def refuse(folder: Path, target: Transformer, data: np.ndarray, settings: Settings, resume: bool) -> None:
@@ -413,7 +407,7 @@ def train_parser() -> argparse.ArgumentParser:
     parser.add_argument("--begin", choices=("target", "random"), default=defaults.begin, help="weights to begin with")
     parser.add_argument("--batch", type=int, default=defaults.batch, help="sequences a step (64)")
     parser.add_argument("--anchors", type=int, default=defaults.anchors, help="blocks a sequence (128)")
-    parser.add_argument("--rate", type=float, help="learning rate (eagle3 4e-4, blocks 6e-4)")
+    parser.add_argument("--rate", type=float, default=defaults.rate, help="learning rate (6e-4)")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of the written weights (bfloat16)")
     parser.add_argument("--compile", action="store_true", help="compile the head's layers and the loss")
     parser.add_argument("--device", default="auto")

@@ -82,6 +82,15 @@ def test_a_trained_head_has_more_drafts_accepted_by_simulation(target, name):
     assert tokens_per_verification() > before + 0.1
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["eagle3 short", "dspark"])
+def test_training_in_bfloat16_on_a_gpu_lowers_the_loss(data, name):
+    model = Transformer.random(TOY, 0, torch.bfloat16, std=0.2, device="cuda")
+    judged = trained(Training(model, data, quick(name)), 40, 40)
+    losses = [float(j.loss) for j in judged]
+    assert np.mean(losses[-5:]) < np.mean(losses[:5])
+
+
 def test_every_parameter_is_trained_and_the_target_stays(target, data):
     before = [weight.clone() for weight in target.weights()]
     for name in ("eagle3 short", "dspark short"):

@@ -11,6 +11,7 @@ Knows nothing of losses, schedules or files. faser/models/heads/ has the forward
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 
 import torch
 import torch.nn.functional as F
@@ -103,7 +104,7 @@ def attend(query: Tensor, context: KeysValues, own: KeysValues, visible: Tensor)
     return mixed.unflatten(3, (-1, num_rows)).permute(0, 2, 4, 1, 3, 5).flatten(3)
 
 
-class HeadModule(nn.Module):
+class HeadModule(nn.Module, ABC):
     """What both kinds share: the fused features, the layers, the final norm and the output matrix.
 
     Without a vocabulary the output matrix is the target's and stays as it is. Attributes are named as in faser's heads.
@@ -122,17 +123,17 @@ class HeadModule(nn.Module):
         self.head = target.head if vocabulary is None else nn.Parameter(target.head[vocabulary].float().contiguous())
         self.embedding, self.cos, self.sin = target.embedding, target.cos, target.sin
 
+    @abstractmethod
     def begin_as(self, target: Transformer) -> None:
         """Take what weights of the target can serve as a beginning."""
-        raise NotImplementedError
 
+    @abstractmethod
     def states(self, tokens: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
         """The last residual streams of all drafts. [sequences, chains, drafts, hidden]
 
         tokens [sequences, tokens]; features [sequences, tokens, num_in of fc]; anchors [sequences, chains] positions,
-        each with `num_drafts` tokens from it on.
+        each with `num_drafts` positions from it on.
         """
-        raise NotImplementedError
 
     def logits(self, states: Tensor, before: Tensor) -> Tensor:
         """Of drafts with their states [..., hidden] and the tokens `before` them [...]. [..., vocabulary]"""
@@ -161,12 +162,13 @@ class Eagle3Module(HeadModule):
 
     @torch.no_grad()
     def begin_as(self, target: Transformer) -> None:
-        """The target's last layer; the last features pass `fc` unchanged. The embedding's columns stay random."""
+        """The target's last layer; `fc` passes the last feature on. The embedding's columns stay random."""
         layer = self.layers[0]
         layer.begin_as(target, target.num_layers - 1)
         self.state_norm.copy_(layer.attention_norm)
         layer.attention_norm.fill_(1.0)
-        self.fc[:, -self.config.hidden_size :] += torch.eye(self.config.hidden_size, device=target.device)
+        self.fc.zero_()
+        self.fc[:, -self.config.hidden_size :].fill_diagonal_(1.0)
 
     def states(self, tokens: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
         """Step k of all chains at once: real keys before the anchor, and the chain's own from its first draft on.
