@@ -3,15 +3,24 @@
   loops   closed loops of 1 to 256 open requests: milliseconds per token and tokens per second
   trace   Azure's conversation trace at loads from idle to above saturation: mean latency per token of a request
   decode  a saturated closed loop of short prompts and long answers: tokens per second
+  start   every mode is started once more, after all others: seconds to the first token, with warm caches
 
 Modes of vLLM: `off-v2` and `off-v1`, no speculation on each of its runners; `vllm:K`, a draft of K tokens with
 asynchronous scheduling and CUDA graphs up to the largest batch; `table:K`, its table of lengths by batch size.
 `plugin:POLICY` is the same engine with --additional-config '{"faser": {"policy": POLICY}}'. Each mode runs in a process
 of its own, and plays all parts. The models are those of benchmarks/h200.py (lib/models.py): real acceptance at real
-cost. Every start is timed from the beginning of the process to the first token.
+cost.
+
+Every start is timed, from the beginning of the process to the first token. The first start of a mode in a folder
+compiles; later ones find the caches as vLLM keeps them (compiled code, Triton kernels). Only later ones are compared.
+
+In the loop of 1 all modes should give the same answers. bf16 rounds differently in batches of another shape, so an
+answer may part from that of `off-v1` where two tokens are nearly tied. `partings` has the first token that differs and
+the gap: by how much `off-v1` preferred its own token, in nats. Null: the other token is none of its five best. Gaps
+of a few tenths are rounding; larger ones, or vLLM's own speculation without them, point to an error.
 
     python3 -m benchmarks.vllm_plugin --target TARGET.gguf --vllm-bundle DIR [--python-path DIR] [--folder DIR]
-        [--parts loops,trace,decode] [--modes off-v1,vllm:4,plugin:faser] [--batches 1,16,128] [--loads 0.2,1.2]
+        [--parts loops,trace,decode,start] [--modes off-v1,vllm:4,plugin:faser] [--batches 1,16,128] [--loads 0.2,1.2]
         [--rate R]
     python3 -m benchmarks.vllm_plugin --report-only DIR                  # measures nothing
     python3 -m benchmarks.vllm_plugin --tiny --device cpu                # the vLLM of this Python: does it all run?
@@ -28,7 +37,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
 import json
 import os
 import shutil
@@ -38,15 +46,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import models
 from benchmarks.lib.journal import Figures, Journal, failures, latest, read_json
-from benchmarks.lib.processes import ROOT, Runner, worker_process
+from benchmarks.lib.processes import ROOT, Process, Runner, worker_process
 
-PARTS = ("loops", "trace", "decode")
+PARTS = ("loops", "trace", "decode", "start")
 MODES = ("off-v1", "off-v2", "vllm:2", "vllm:4", "table:4", "plugin:fixed:4", "plugin:faser")
 MODULE = "benchmarks.vllm_plugin"
 MAX_LENGTH = 8  # of the plugin's drafts under a policy that chooses
@@ -54,6 +62,8 @@ TABLE = ((1, 32, 1.0), (33, 128, 0.5), (129, 1024, 0.0))  # batch sizes, and the
 MODELS_SECONDS, MODE_SECONDS = 200.0, 520.0  # of a process; then it is ended
 GPU_MEMORY = 0.85  # share
 WARM_TOKENS = 24
+REFERENCE = "off-v1"  # the mode that answers of the loop of 1 are compared with
+NUM_LOGPROBS = 5
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
@@ -132,6 +142,7 @@ class Answer:
     token_ids: list[int]
     first: float = 0.0
     last: float = 0.0
+    likeliest: list[list[tuple[int, float]]] = field(default_factory=list)  # by position, if asked: (token, logprob)
 
     @property
     def tpot(self) -> float:
@@ -195,8 +206,8 @@ class Player:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        chunks = {"detokenize": False, "output_kind": RequestOutputKind.DELTA}
-        params = SamplingParams(max_tokens=request["max_tokens"], temperature=0.0, ignore_eos=True, **chunks)
+        given = {"detokenize": False, "output_kind": RequestOutputKind.DELTA, "logprobs": request.get("logprobs")}
+        params = SamplingParams(max_tokens=request["max_tokens"], temperature=0.0, ignore_eos=True, **given)
         self._number += 1
         answer = Answer(due, [])
         async for output in self.engine.generate(
@@ -205,6 +216,8 @@ class Player:
             answer.last = time.perf_counter()
             answer.first = answer.first or answer.last
             answer.token_ids.extend(output.outputs[0].token_ids)
+            for at_token in output.outputs[0].logprobs or ():
+                answer.likeliest.append([(token, found.logprob) for token, found in at_token.items()])
         return answer
 
 
@@ -213,9 +226,10 @@ def run_mode(args: argparse.Namespace, journal: Journal) -> None:
     player = Player(mode, args.folder, shape, args.device == "cuda")
     try:
         player.loop(short(read_requests(args, "decode")[:1]), 1, left(args))
-        journal.add("start", mode=mode.name, seconds=time.time() - args.spawned)
+        caches = "warm" if has_started(journal, mode.name) else "cold"
+        journal.add("start", mode=mode.name, caches=caches, seconds=time.time() - args.spawned)
         parts = {"loops": measure_loops, "trace": measure_trace, "decode": measure_decode}
-        for name in args.parts:
+        for name in (each for each in args.parts if each in parts):
             journal.attempt(name, mode.name, lambda measure=parts[name]: measure(args, journal, mode, player))
     finally:
         player.shutdown()
@@ -233,8 +247,31 @@ def measure_loops(args: argparse.Namespace, journal: Journal, mode: Mode, player
         answers, seconds = player.loop(requests, size, left(args))
         figures = {"tpot_ms": 1e3 * statistics.fmean(each.tpot for each in answers)}
         figures |= {"tokens_per_s": sum(len(each.token_ids) for each in answers) / seconds}
-        texts = sorted(hashlib.md5(json.dumps(each.token_ids).encode()).hexdigest()[:8] for each in answers)
-        journal.add("loop", mode=mode.name, batch=size, **figures, texts=texts)
+        journal.add("loop", mode=mode.name, batch=size, **figures)
+        if size == 1:
+            record_answers(args, journal, mode, player, requests, answers)
+
+
+def record_answers(
+    args: argparse.Namespace,
+    journal: Journal,
+    mode: Mode,
+    player: Player,
+    requests: Sequence[Figures],
+    answers: Sequence[Answer],
+) -> None:
+    """The answers of the loop of 1; of the mode that others are compared with, also its best tokens, once more."""
+    journal.add("answers", mode=mode.name, token_ids=[each.token_ids for each in answers])
+    if mode.name == REFERENCE:
+        asked = [request | {"logprobs": NUM_LOGPROBS} for request in requests]
+        answers, _ = player.loop(asked, 1, left(args))
+        likeliest = [each.likeliest for each in answers]
+        journal.add("reference", token_ids=[each.token_ids for each in answers], likeliest=likeliest)
+
+
+def has_started(journal: Journal, mode: str) -> bool:
+    """Whether the mode was started before in this folder, and left its caches there."""
+    return any(record["kind"] == "start" and record["mode"] == mode for record in journal.read())
 
 
 def measure_decode(args: argparse.Namespace, journal: Journal, mode: Mode, player: Player) -> None:
@@ -386,13 +423,18 @@ def summarize(records: Sequence[Figures]) -> Figures:
     ours = "plugin:faser"
     loops, trace = by_mode(records, "loop", "batch", "tpot_ms"), by_mode(records, "trace", "load", "per_token_ms")
     decode = {mode: record["tokens_per_s"] for (mode,), record in latest(records, "decode", "mode").items()}
-    starts = {mode: record["seconds"] for (mode,), record in latest(records, "start", "mode").items()}
+    starts: dict[str, dict[str, float]] = {"cold": {}, "warm": {}}
+    for (mode, caches), record in latest(records, "start", "mode", "caches").items():
+        starts[caches][mode] = record["seconds"]
+    partings, own_start = compare_answers(records), starts["warm"].get(ours)
+    vllm_start = best(starts["warm"], speculates, min)
     swing = {mode: [each.get(mode) for each in trace.values()] for mode in {m for each in trace.values() for m in each}}
     means = {mode: statistics.fmean(all_loads) for mode, all_loads in swing.items() if None not in all_loads}
     return {
         "tpot_ms": loops,
         "loop_gain": {size: ratio(best(each, is_vllm, min), each.get(ours)) for size, each in loops.items()},
-        "equal_texts": equal_texts(records),
+        "equal_texts": equal_share(records, partings),
+        "partings": partings,
         "trace_per_token_ms": trace,
         "trace_gain": {
             "over_speculation": ratio(best(means, speculates, min), means.get(ours)),
@@ -400,20 +442,40 @@ def summarize(records: Sequence[Figures]) -> Figures:
         },
         "decode_tokens_per_s": decode,
         "decode_gain_over_speculation": ratio(decode.get(ours), best(decode, speculates, max)),
-        "start_s": starts,
+        "start_s": starts["warm"],
+        "first_start_s": starts["cold"],
+        "start_more_s": None if not own_start or not vllm_start else round(own_start - vllm_start, 1),
         "failed": failures(records),
     }
 
 
-def equal_texts(records: Sequence[Figures]) -> dict[str, float]:
-    """Share of a mode's answers in the loop of 1 that `off-v1` gave too; bf16 near-ties differ."""
-    texts = {
-        mode: record["texts"]
-        for (mode, batch), record in latest(records, "loop", "mode", "batch").items()
-        if batch == 1
-    }
-    plain = set(texts.get("off-v1", ()))
-    return {mode: round(len(plain & set(own)) / len(set(own)), 3) for mode, own in texts.items() if plain}
+def compare_answers(records: Sequence[Figures]) -> dict[str, list[Figures]]:
+    """Where a mode's answers in the loop of 1 part from the reference: one entry for every answer that does."""
+    found = [record for record in records if record["kind"] == "reference"]
+    if not found:
+        return {}
+    plain, likeliest = found[-1]["token_ids"], found[-1]["likeliest"]
+    partings: dict[str, list[Figures]] = {}
+    for (mode,), record in latest(records, "answers", "mode").items():
+        differences = map(first_difference, record["token_ids"], plain, likeliest)
+        partings[mode] = [{"answer": index} | each for index, each in enumerate(differences) if each is not None]
+    return partings
+
+
+def first_difference(own: Sequence[int], plain: Sequence[int], likeliest: Sequence[Any]) -> Figures | None:
+    """None for equal answers. `likeliest`: a few pairs (token, logprob) for every position of `plain`."""
+    position = next((at for at, (one, other) in enumerate(zip(own, plain, strict=False)) if one != other), None)
+    if position is None:
+        return None if len(own) == len(plain) else {"position": min(len(own), len(plain)), "gap": None}
+    logprobs = dict(likeliest[position])
+    other = logprobs.get(own[position])
+    return {"position": position, "gap": None if other is None else round(logprobs[plain[position]] - other, 4)}
+
+
+def equal_share(records: Sequence[Figures], partings: Mapping[str, Sequence[Figures]]) -> dict[str, float]:
+    """Share of a mode's answers in the loop of 1 that are those of the reference."""
+    numbers = {mode: len(record["token_ids"]) for (mode,), record in latest(records, "answers", "mode").items()}
+    return {mode: round(1 - len(parted) / numbers[mode], 3) for mode, parted in partings.items()}
 
 
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -497,12 +559,20 @@ def measure(args: argparse.Namespace, journal: Journal) -> None:
     making = replace(worker_process(args, "models", MODELS_SECONDS), module=MODULE)
     if not runner.run(making, args.until):
         return
-    for name in args.modes:
-        process = worker_process(args, "vllm", MODE_SECONDS, name, only_mode=name)
-        environment = {**process.environment, **Mode(name).environment, "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-        environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        environment |= CPU_ENVIRONMENT if args.device == "cpu" else {}
-        runner.run(replace(process, module=MODULE, environment=environment), args.until)
+    if set(args.parts) != {"start"}:
+        for name in args.modes:
+            runner.run(mode_process(args, name), args.until)
+    for name in args.modes if "start" in args.parts else ():
+        if has_started(journal, name) or runner.run(mode_process(args, name, parts="start"), args.until):
+            runner.run(mode_process(args, name, parts="start"), args.until)
+
+
+def mode_process(args: argparse.Namespace, name: str, **flags: str) -> Process:
+    process = worker_process(args, "vllm", MODE_SECONDS, name, only_mode=name, **flags)
+    environment = {**process.environment, **Mode(name).environment, "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment |= CPU_ENVIRONMENT if args.device == "cpu" else {}
+    return replace(process, module=MODULE, environment=environment)
 
 
 def main(given: Sequence[str] | None = None) -> int:

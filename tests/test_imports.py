@@ -145,7 +145,7 @@ EXTRAS_OF = {
     "runtime": ("engine", "gpu"),
     "bench": ("engine", "bench"),
     "server": ("engine", "server"),
-    "vllm": ("engine", "vllm"),
+    "vllm": ("engine", "vllm", "gpu"),  # vLLM on a GPU brings Triton
 }
 
 

@@ -2,8 +2,8 @@
 
 Knows counts of accepted and tried tokens; no lengths and no costs. All policies that estimate acceptance do it here.
 A token whose predecessors were accepted is itself accepted more often than the first token of a draft, so every
-position has a rate of its own: over all requests, with decaying weights. A request differs from the others by one shift
-of all its positions on the scale of log-odds, taken from its own counts, which are shrunk to the mean of all requests.
+position has a rate of its own: over all requests, with decaying weights. A request differs from the others by one
+factor on the odds of all its positions, taken from its own counts, which are shrunk to the mean of all requests.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Acceptance:
 
     def position_rates(self, view: BatchView, depth: int | None = None) -> FloatArray:
         """[B, depth] of each request and position; their cumulative product is the survival of its draft."""
-        shift = log_odds(self.request_rates(view)) - log_odds(_bounded(np.array(self.mean)))
-        rates = 1 / (1 + np.exp(-log_odds(_bounded(self.rates[:depth])) - shift[:, None]))
-        return _bounded(rates)
+        factor = _odds(self.request_rates(view)) / _odds(_bounded(np.array(self.mean)))
+        odds = _odds(_bounded(self.rates[:depth])) * factor[:, None]
+        return _bounded(odds / (1 + odds))
 
 
 class Calibration:
@@ -100,6 +100,10 @@ def _count_above(counts: IntArray, depth: int) -> FloatArray:
     """[depth] how many of the counts are above 0, above 1, …"""
     histogram = np.bincount(np.minimum(counts, depth), minlength=depth + 1)
     return histogram[::-1].cumsum()[::-1][1:].astype(np.float64)
+
+
+def _odds(rates: FloatArray) -> FloatArray:
+    return rates / (1 - rates)
 
 
 def _bounded(rates: FloatArray) -> FloatArray:

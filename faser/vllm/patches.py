@@ -20,6 +20,7 @@ from faser.vllm.versions import ADAPTERS, Adapter, adapter_for
 Method = Callable[..., Any]
 MAX_GRAPH_ROWS = 2048  # of the target: beyond it the device is busy enough to hide launches
 ASYNC_EXECUTORS = (None, "uni", "mp")  # executors that can schedule asynchronously
+FULL_HEADS = range(65, 129)  # head sizes of targets that graphs FULL are right for (`allow_full_graphs`)
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,14 @@ def one_flag(create_engine_config: Method) -> Method:
 
 
 def graphs_for_drafts(set_cudagraph_sizes: Method) -> Method:
-    """Capture graphs for as many rows as the largest batch verifies."""
+    """Capture graphs for as many rows as the largest batch verifies, in a mode that is right for the target."""
 
     @wraps(set_cudagraph_sizes)
     def set_sizes(self: Any) -> Any:
         compilation, speculative = self.compilation_config, self.speculative_config
         adapter = None if FaserConfig.find(self.additional_config) is None else usable_adapter(quiet=True)
+        if adapter is not None and adapter.graph_mode and has_graphs() and speculative is not None:
+            allow_full_graphs(compilation, speculative.target_model_config.get_head_size())
         is_set = compilation.cudagraph_capture_sizes is not None or compilation.max_cudagraph_capture_size is not None
         if adapter is not None and adapter.extends_graphs and has_graphs() and speculative is not None and not is_set:
             scheduler = self.scheduler_config
@@ -144,6 +147,22 @@ def choose_before(engine_args: Any, adapter: Adapter) -> list[str]:
         compilation.cudagraph_mode = modes[adapter.graph_mode]
         chosen.append(f"CUDA graphs {adapter.graph_mode}, for lengths that differ")
     return chosen
+
+
+def allow_full_graphs(compilation: Any, head_size: int) -> None:
+    """Replace the mode FULL where FlashAttention 3 would compute wrong attention in its graphs.
+
+    A graph for mixed batches is captured as causal, with the work list of causal attention. Where every request has one
+    row, the list of a step is made as for attention that is not causal, and has another layout; heads of FULL_HEADS are
+    excepted (flash-attention of vLLM, hopper/flash_api: mha_fwd_get_scheduler_metadata).
+    """
+    modes = import_module("vllm.config").CUDAGraphMode
+    if compilation.cudagraph_mode is modes.FULL and head_size not in FULL_HEADS:
+        compilation.cudagraph_mode = modes.FULL_AND_PIECEWISE
+        log.warning(
+            "FASER: CUDA graphs FULL_AND_PIECEWISE and not FULL, which is wrong with FlashAttention 3 for heads of %d "
+            "dimensions. Batches of different lengths run slower.", head_size,
+        )  # fmt: skip
 
 
 def choose_classes(vllm_config: Any, adapter: Adapter) -> list[str]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,14 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from faser.cost.profile import Profile
-from faser.vllm.drafting.graphs import capture_graphs
-from faser.vllm.drafting.lag import DraftBatch, DraftLag
+from faser.vllm.drafting.graphs import capture_graphs, max_splits
+from faser.vllm.drafting.lag import STEADY_LAG, DraftBatch, DraftLag
 from faser.vllm.drafting.loop import DraftLoop
 from faser.vllm.drafting.measure import measure_costs, spread_blocks
 from faser.vllm.drafting.rows import ForwardRows, Paging
 from faser.vllm.drafting.steps import DraftSteps
+from faser.vllm.made_up import MadeUpSteps
 
-MAX_SPLIT_REQUESTS = 32  # up to here attention may split a context: few requests leave SMs idle
-NUM_SPLITS = 16
 NO_LIMIT = 1 << 60
 
 
@@ -56,6 +56,8 @@ class DraftProposerV1(DraftModelProposer):
             "pipeline parallelism": parallel.pipeline_parallel_size > 1,
             "experts are balanced": self.eplb_state is not None,
             "the draft's layers differ in attention": len(self.draft_attn_groups) != 1,
+            "max_num_batched_tokens is below twice max_num_seqs": STEADY_LAG * self.max_batch_size
+            > self.max_num_tokens,
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -111,6 +113,20 @@ class DraftProposerV1(DraftModelProposer):
             table.cpu.zero_()
             table.copy_to_gpu()
 
+    def made_up_steps(self) -> Iterable[Any]:
+        config, runner = self.vllm_config, self.runner
+        sends_kv = config.kv_transfer_config is not None or config.ec_transfer_config is not None
+        if sends_kv or config.model_config.is_hybrid:
+            return ()
+        kv = runner.kv_cache_config
+        return MadeUpSteps(
+            max_length=self.speculative_config.num_speculative_tokens,
+            max_requests=self.max_batch_size,
+            max_rows=self.max_num_tokens,
+            num_blocks=kv.num_blocks,
+            block_sizes=[group.kv_cache_spec.block_size for group in kv.kv_cache_groups],
+        )
+
     # ── the draft model (DraftForward) ───────────────────────────────────────────────────────────────────────────────
 
     def forward(self, rows: ForwardRows) -> Tensor:
@@ -129,7 +145,7 @@ class DraftProposerV1(DraftModelProposer):
         )
         groups, layers = self.build_per_group_and_layer_attn_metadata(common, draft_index=1)
         if self.device.type == "cuda":
-            bound_splits(groups, common.num_reqs)
+            bound_splits(groups, max_splits(common.num_reqs, rows.max_rows))
         with set_forward_context(
             layers,
             self.vllm_config,
@@ -203,13 +219,13 @@ class DraftProposerV1(DraftModelProposer):
         return rows
 
 
-def bound_splits(groups: list[Any], num_requests: int) -> None:
-    """Bound FlashAttention's splits of a context: their partial results take memory in every graph."""
+def bound_splits(groups: list[Any], most: int) -> None:
+    """Bound the parts that FlashAttention splits a context into."""
     from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
     for metadata in groups:
         if isinstance(metadata, FlashAttentionMetadata):
-            metadata.max_num_splits = NUM_SPLITS if num_requests <= MAX_SPLIT_REQUESTS else 1
+            metadata.max_num_splits = most
 
 
 class RunnerForwardV1:

@@ -5,6 +5,7 @@ vLLM's has no CUDA graphs and always drafts K tokens. The runner keeps the token
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 
 from faser.cost.profile import Profile
 from faser.vllm.drafting.graphs import capture_graphs
-from faser.vllm.drafting.lag import DraftBatch, DraftLag
+from faser.vllm.drafting.lag import STEADY_LAG, DraftBatch, DraftLag
 from faser.vllm.drafting.loop import DraftLoop
 from faser.vllm.drafting.measure import measure_costs, spread_blocks
 from faser.vllm.drafting.rows import ForwardRows, Paging
@@ -55,6 +56,7 @@ class DraftSpeculatorV2(StandaloneARSpeculator):
             "watermarks": self.draft_watermarker is not None,
             "experts are balanced": self.eplb_state is not None,
             "the draft's layers differ in attention": len(groups) != 1,
+            "max_num_batched_tokens is below twice max_num_seqs": STEADY_LAG * self.max_num_reqs > self.max_num_tokens,
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -101,6 +103,9 @@ class DraftSpeculatorV2(StandaloneARSpeculator):
         finally:
             self._is_measuring = False
             table.zero_()
+
+    def made_up_steps(self) -> Iterable[Any]:
+        return ()  # vLLM ran its own
 
     # ── the draft model (DraftForward) ───────────────────────────────────────────────────────────────────────────────
 

@@ -14,6 +14,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from operator import attrgetter
 from time import perf_counter, time
 from typing import Any
@@ -55,6 +56,7 @@ class Speculation:
         skips = versions.skips_draft(vllm_config)
         self.planner = LengthPlanner(make_policy(config.policy), self._table.cost, max_length, skips)
         self.status = EngineStatus(policy=config.policy)
+        self.clock: Callable[[], float] = perf_counter  # seconds of steps; a simulation sets its own
         self._in_flight: deque[InFlight] = deque()
         self._done_at = 0.0  # when the last result came
         self._folder = run_folder(instance)
@@ -73,9 +75,8 @@ class Speculation:
         if news is not None:
             log.info("FASER: %s", news)
         planned = self.planner.plan(_scheduled_step(output, requests, tokens_in_flight))
-        now = perf_counter()
-        self._in_flight.append(InFlight(output, planned, now))
-        self.status.planning_seconds += now - began
+        self._in_flight.append(InFlight(output, planned, self.clock()))
+        self.status.planning_seconds += perf_counter() - began
         self.status.note_plan(planned, time())
         return planned
 
@@ -85,7 +86,7 @@ class Speculation:
             self._in_flight.popleft()  # its result never comes: the engine was paused or reset
         if not self._in_flight:
             return
-        step, now = self._in_flight.popleft(), perf_counter()
+        step, now = self._in_flight.popleft(), self.clock()
         seconds = now - max(self._done_at, step.scheduled_at)
         self._done_at = now
         num_sampled = _num_sampled(step.planned.step.request_ids, result, requests)
@@ -117,7 +118,7 @@ class Speculation:
                 open_requests.restart(new.req_id)
             else:
                 request = requests[new.req_id]
-                open_requests.admit(new.req_id, self._max_draft(request), request.max_tokens)
+                open_requests.admit(new.req_id, self._max_draft(request), request.max_tokens, request.num_prompt_tokens)
         for request_id in output.scheduled_cached_reqs.resumed_req_ids:
             open_requests.restart(request_id)
 
@@ -179,12 +180,9 @@ class GivesLengthsAhead(GivesLengths):
         if planned is None:
             return
         scheduler_output.num_spec_tokens_to_schedule = planned.depth
-        step = planned.step
-        for request_id, length, is_reading in zip(
-            step.request_ids, planned.lengths.tolist(), step.is_reading.tolist(), strict=True
-        ):
-            if not is_reading:
-                self.requests[request_id].spec_token_ids = PLACEHOLDERS[length]
+        batch = map(self.requests.__getitem__, planned.step.request_ids)
+        for request, length in zip(batch, planned.lengths.tolist(), strict=True):
+            request.spec_token_ids = PLACEHOLDERS[length]  # none for a request with prompt left
 
 
 class GivesLengthsAfter(GivesLengths):
@@ -213,6 +211,7 @@ class GivesLengthsAfter(GivesLengths):
 # ── what is read of vLLM's objects ───────────────────────────────────────────────────────────────────────────────────
 
 TokensInFlight = Callable[[list[Any], IntArray], IntArray]  # requests [B], drafts [B] → tokens [B]
+# Everything below that goes through all requests is a `map` over built-in functions: a third of a comprehension's time.
 
 
 def _placeholders(requests: list[Any], num_drafts: IntArray) -> IntArray:
@@ -226,19 +225,23 @@ def _own_step(requests: list[Any], num_drafts: IntArray) -> IntArray:
 
 
 def _scheduled_step(output: Any, requests: Mapping[str, Any], tokens_in_flight: TokensInFlight) -> ScheduledStep:
-    scheduled, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
-    ids, size = list(scheduled), len(scheduled)
-    batch = [requests[each] for each in ids]
-    num_drafts = np.fromiter((len(drafts.get(each, ())) for each in ids), np.int64, size)
-    num_tokens = _counts("num_tokens", batch) + tokens_in_flight(batch, num_drafts)
+    ids = list(output.num_scheduled_tokens)
+    batch = list(map(requests.__getitem__, ids))
+    num_drafts = _num_drafts(output.scheduled_spec_decode_tokens, ids)
     return ScheduledStep(
         request_ids=ids,
-        num_rows=np.fromiter(scheduled.values(), np.int64, size),
+        num_rows=np.fromiter(output.num_scheduled_tokens.values(), np.int64, len(ids)),
         num_drafts=num_drafts,
         is_reading=_counts("is_prefill_chunk", batch) > 0,
-        num_tokens=num_tokens,
-        num_output=num_tokens - _counts("num_prompt_tokens", batch),
+        num_tokens=_counts("num_tokens", batch) + tokens_in_flight(batch, num_drafts),
     )
+
+
+def _num_drafts(drafts: Mapping[str, Sequence[int]], ids: Sequence[str]) -> IntArray:
+    """[B] drafts that the step verifies; requests without any are not in `drafts`."""
+    if not drafts:
+        return np.zeros(len(ids), dtype=np.int64)
+    return np.fromiter(map(len, map(drafts.get, ids, repeat(()))), np.int64, len(ids))
 
 
 def _counts(name: str, requests: list[Any]) -> IntArray:
@@ -248,11 +251,13 @@ def _counts(name: str, requests: list[Any]) -> IntArray:
 
 def _num_sampled(request_ids: Sequence[str], result: Any, requests: Mapping[str, Any]) -> IntArray:
     """[B] tokens that each request sampled; 0 for requests that are gone."""
-    sampled, index_of = result.sampled_token_ids, result.req_id_to_index
-    if not sampled:
-        return np.zeros(len(request_ids), dtype=np.int64)
-    counts = (len(sampled[index_of[each]]) if each in requests else 0 for each in request_ids)
-    return np.fromiter(counts, np.int64, len(request_ids))
+    number = len(request_ids)
+    if not result.sampled_token_ids:
+        return np.zeros(number, dtype=np.int64)
+    counts = np.fromiter(map(len, result.sampled_token_ids), np.int64, len(result.sampled_token_ids))
+    rows = np.fromiter(map(result.req_id_to_index.__getitem__, request_ids), np.int64, number)
+    is_open = np.fromiter(map(requests.__contains__, request_ids), np.bool_, number)
+    return np.where(is_open, counts[rows], 0)
 
 
 def _assumed(vllm_config: Any) -> Profile:

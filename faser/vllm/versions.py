@@ -116,6 +116,7 @@ ATTRIBUTES = {
     ),
     "vllm.config.speculative.SpeculativeConfig": (
         "method", "num_speculative_tokens", "num_speculative_tokens_per_batch_size", "draft_model_config",
+        "target_model_config",
     ),
     "vllm.config.compilation.CompilationConfig": (
         "cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size",

@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from faser.vllm.drafting.graphs import max_splits  # noqa: E402
 from faser.vllm.drafting.lag import DraftBatch, DraftLag  # noqa: E402
 from faser.vllm.drafting.loop import DraftLoop  # noqa: E402
 from faser.vllm.drafting.rows import LagPiece, Paging, host_rows, plan_catch_up  # noqa: E402
@@ -241,3 +242,21 @@ def test_positions_beyond_the_limit_of_the_draft_are_not_written():
     for _ in range(6):
         engine.step(4)
     assert engine.draft.entries[:, 1].max() <= 11
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_drafts_outlive_the_next_ones(depth):
+    """vLLM reads them in the step after; a batch of one, and a draft of one token, must be copied too."""
+    engine = Engine(0)
+    engine.admit("a", list(range(10)))
+    engine.step(depth)
+    first = engine.loop.draft(np.array([1]), depth)
+    kept = first.tolist()
+    engine.loop.drafts.fill_(-1)
+    assert first.tolist() == kept
+
+
+def test_only_captured_forwards_bound_the_splits_of_a_context():
+    assert max_splits(1, 2) == max_splits(32, 1) == 16
+    assert max_splits(33, 2) == 1
+    assert max_splits(1, 4096) == 0  # by row and part memory would be taken

@@ -14,6 +14,7 @@ from faser.vllm.lengths import HELD_FROM, HELD_STEPS, LengthPlanner, PlannedStep
 
 TARGET = ModelShape(32, 4096, 14336, 32, 8, 128, 128256)  # about 8 billion weights
 DRAFT = ModelShape(16, 2048, 8192, 32, 8, 64, 128256)  # about 1 billion
+PROMPT = 180  # tokens
 
 
 class Recording(Policy):
@@ -41,7 +42,7 @@ def make_cost() -> EngineCost:
 def make_planner(policy: Policy, number: int, max_draft: int = 32, skips_draft: bool = True) -> LengthPlanner:
     planner = LengthPlanner(policy, make_cost(), 7, skips_draft)
     for name in names(number):
-        planner.requests.admit(name, max_draft, 1000)
+        planner.requests.admit(name, max_draft, 1000, PROMPT)
     return planner
 
 
@@ -49,11 +50,12 @@ def names(number: int) -> list[str]:
     return [f"r{index}" for index in range(number)]
 
 
-def step(number: int, rows=1, drafts=0, reading=False, tokens=200, output=20) -> ScheduledStep:
+def step(number: int, rows=1, drafts=0, reading=False, output=20) -> ScheduledStep:
     def full(value, dtype=np.int64):
         return np.broadcast_to(np.asarray(value, dtype=dtype), (number,)).copy()
 
-    return ScheduledStep(names(number), full(rows), full(drafts), full(reading, np.bool_), full(tokens), full(output))
+    tokens = PROMPT + np.asarray(output)
+    return ScheduledStep(names(number), full(rows), full(drafts), full(reading, np.bool_), full(tokens))
 
 
 def decode(planner: LengthPlanner, number: int, rates: list[float], steps: int, seed: int = 0) -> list[PlannedStep]:
@@ -160,7 +162,7 @@ def test_two_steps_in_flight_are_told_apart():
     second = planner.plan(step(2, rows=[3, 2], drafts=[2, 1]))
     planner.learn(first, np.array([3, 1]), 0.01)
     planner.requests.release(["r1"])  # aborted while the second step runs
-    planner.requests.admit("other", 7, 100)
+    planner.requests.admit("other", 7, 100, PROMPT)
     planner.learn(second, np.array([1, 0]), 0.01)
     assert [outcome.lengths.tolist() for outcome in policy.outcomes] == [[2, 2], [2]]
     assert [outcome.accepted.tolist() for outcome in policy.outcomes] == [[2, 0], [0]]
@@ -198,7 +200,7 @@ def test_a_held_length_is_cut_to_what_the_request_may_still_output():
 def test_slots_are_used_again():
     planner = make_planner(Recording(), 0)
     for index in range(500):
-        planner.requests.admit(f"r{index}", 1, 1)
+        planner.requests.admit(f"r{index}", 1, 1, PROMPT)
         planner.requests.release([f"r{index}", "never seen"])
     assert len(planner.requests) == 0
     assert planner.requests.accepted.size == 64

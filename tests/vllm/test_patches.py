@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 class GraphMode(Enum):
     FULL = 1
+    FULL_AND_PIECEWISE = 2
 
 
 @dataclass
@@ -41,11 +42,13 @@ class EngineArgs:
 
 
 class VllmConfig:
-    def __init__(self, additional_config: dict[str, Any], **given: Any) -> None:
+    def __init__(self, additional_config: dict[str, Any], head_size: int = 128, **given: Any) -> None:
         self.additional_config = additional_config
-        self.speculative_config = SimpleNamespace(num_speculative_tokens=4)
+        target = SimpleNamespace(get_head_size=lambda: head_size)
+        self.speculative_config = SimpleNamespace(num_speculative_tokens=4, target_model_config=target)
         self.scheduler_config = SimpleNamespace(max_num_seqs=256, max_num_batched_tokens=8192)
-        graphs = {"cudagraph_capture_sizes": None, "max_cudagraph_capture_size": None, **given}
+        graphs = {"cudagraph_capture_sizes": None, "max_cudagraph_capture_size": None, "cudagraph_mode": GraphMode.FULL}
+        graphs |= given
         self.compilation_config = SimpleNamespace(**graphs)
 
     def _set_cudagraph_sizes(self) -> None:
@@ -178,6 +181,26 @@ def test_graph_sizes_of_the_user_stay(vllm, given):
     config = vllm.VllmConfig(FLAG, **given)
     config._set_cudagraph_sizes()
     assert {name: vars(config.compilation_config)[name] for name in given} == given
+
+
+@pytest.mark.parametrize(
+    ("head_size", "mode"),
+    [
+        (32, GraphMode.FULL_AND_PIECEWISE),
+        (64, GraphMode.FULL_AND_PIECEWISE),
+        (80, GraphMode.FULL),
+        (128, GraphMode.FULL),
+        (256, GraphMode.FULL_AND_PIECEWISE),
+    ],
+)
+def test_full_graphs_are_kept_where_attention_in_them_is_right(vllm, caplog, head_size, mode):
+    config = vllm.VllmConfig(FLAG, head_size)
+    config._set_cudagraph_sizes()
+    assert config.compilation_config.cudagraph_mode is mode
+    assert bool(caplog.records) == (mode is not GraphMode.FULL)
+    plain = vllm.VllmConfig({}, head_size)
+    plain._set_cudagraph_sizes()
+    assert plain.compilation_config.cudagraph_mode is GraphMode.FULL
 
 
 def test_graph_sizes_stay_vllm_s_without_the_flag_and_on_0_32(vllm):

@@ -16,6 +16,19 @@ from faser.vllm.drafting.loop import DraftLoop
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 
+MAX_SPLIT_REQUESTS = 32  # up to here attention may split a context: few requests leave SMs idle
+NUM_SPLITS = 16
+
+
+def max_splits(num_requests: int, max_rows: int) -> int:
+    """Parts that attention may split a context into; 0: it decides by itself, which a captured graph cannot do.
+
+    Partial results take memory for every part and row, in every graph. Catch-ups have many rows and are not captured.
+    """
+    if max_rows > STEADY_LAG:
+        return 0
+    return NUM_SPLITS if num_requests <= MAX_SPLIT_REQUESTS else 1
+
 
 def graph_sizes(max_requests: int) -> tuple[int, ...]:
     """Numbers of requests that graphs are captured for; larger batches run eagerly."""

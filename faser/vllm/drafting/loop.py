@@ -92,7 +92,8 @@ class DraftLoop:
             self.run_first(width, number, sample)
             for place in range(1, depth):
                 self.run_next(number, sample, place)
-        return self.drafts[:depth, :number].t().contiguous()
+        # a copy in every case: vLLM still reads these drafts while the next ones are made
+        return self.drafts[:depth, :number].t().clone(memory_format=torch.contiguous_format)
 
     def first(self, width: int, number: int) -> int:
         """The first pass for `number` requests; returns the size of the graph that ran, or 0: it ran eagerly."""

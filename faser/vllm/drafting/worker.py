@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from faser.vllm.config import FaserConfig
@@ -27,6 +29,9 @@ class DraftPart(Protocol):
     def measure(self) -> Profile:
         """Costs of both models, through the graphs that will run."""
 
+    def made_up_steps(self) -> Iterable[Any]:
+        """Messages of the scheduler; what they compile, the first requests need. None where vLLM does it itself."""
+
     def begin_step(self, output: Any) -> None:
         """The scheduler's message, before the target's forward."""
 
@@ -35,6 +40,7 @@ class DraftingWorker:
     """Mixed into a worker of vLLM, before its class."""
 
     vllm_config: Any
+    device: Any
     rank: int
     draft_part: DraftPart | None = None  # None: drafting is vLLM's
 
@@ -46,7 +52,8 @@ class DraftingWorker:
         result = super().compile_or_warm_up_model()  # type: ignore[misc]
         speculative = self.vllm_config.speculative_config
         if speculative is not None and speculative.uses_draft_model():
-            self._start_drafting(self.find_draft_part())
+            with _unmonitored(self.device.type == "cuda"):
+                self._start_drafting(self.find_draft_part())
         return result
 
     def execute_model(self, scheduler_output: Any) -> Any:
@@ -62,6 +69,19 @@ class DraftingWorker:
         log.info("FASER: %s", part.prepare())
         self._save_costs(part)
         self.draft_part = part
+        self._run_made_up_steps(part)
+
+    def _run_made_up_steps(self, part: DraftPart) -> None:
+        began, number = time.perf_counter(), 0
+        for output in part.made_up_steps():
+            self.execute_model(output)
+            if output.total_num_scheduled_tokens:
+                self.sample_tokens(None)  # type: ignore[attr-defined]
+                number += 1
+        if number:
+            log.info(
+                "FASER: %d made-up steps in %.1f s, so that kernels are compiled", number, time.perf_counter() - began
+            )
 
     def _save_costs(self, part: DraftPart) -> None:
         """All workers measure, for they compute together; the first one saves."""
@@ -76,3 +96,18 @@ class DraftingWorker:
             path.parent.mkdir(parents=True, exist_ok=True)
             profile.save(path)
             log.info("FASER: costs measured in %.1f s", time.perf_counter() - began)
+
+
+@contextmanager
+def _unmonitored(has_triton: bool) -> Iterator[None]:
+    """vLLM warns of kernels that are compiled after its own start: not of those compiled in FASER's."""
+    if not has_triton:
+        yield
+        return
+    from triton import knobs  # type: ignore[import-untyped]
+
+    hook, knobs.runtime.jit_post_compile_hook = knobs.runtime.jit_post_compile_hook, None
+    try:
+        yield
+    finally:
+        knobs.runtime.jit_post_compile_hook = hook
