@@ -196,7 +196,8 @@ class Player:
         from vllm.sampling_params import RequestOutputKind
 
         chunks = {"detokenize": False, "output_kind": RequestOutputKind.DELTA}
-        params = SamplingParams(max_tokens=request["max_tokens"], temperature=0.0, ignore_eos=True, **chunks)
+        sampling = {"max_tokens": request["max_tokens"], "temperature": request.get("temperature", 0.0)}
+        params = SamplingParams(ignore_eos=True, **sampling, **chunks)
         self._number += 1
         answer = Answer(due, [])
         async for output in self.engine.generate(
