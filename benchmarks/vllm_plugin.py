@@ -207,7 +207,8 @@ class Player:
         from vllm.sampling_params import RequestOutputKind
 
         given = {"detokenize": False, "output_kind": RequestOutputKind.DELTA, "logprobs": request.get("logprobs")}
-        params = SamplingParams(max_tokens=request["max_tokens"], temperature=0.0, ignore_eos=True, **given)
+        given |= {"max_tokens": request["max_tokens"], "temperature": request.get("temperature", 0.0)}
+        params = SamplingParams(ignore_eos=True, **given)
         self._number += 1
         answer = Answer(due, [])
         async for output in self.engine.generate(

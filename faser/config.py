@@ -65,7 +65,9 @@ class EngineOptions:
     kv_memory: int | None = None  # bytes for the KV pages of target and draft; None: the device's choice
     num_pages: int | None = None  # pages of each pool, instead of kv_memory
     prefix_caching: bool = True
-    acceptance: float | None = None  # accept each drafted token with this probability: wrong text at real cost
+    # Accept drafted tokens with this probability, or with these by position: wrong text at real cost. Positions beyond
+    # the last have its probability.
+    acceptance: float | tuple[float, ...] | None = None
     early_exit: str = "auto"  # drop drafts inside a verification: where the profile says it pays, always (on), or never
     overlap: str = "auto"  # draft while earlier drafts are verified: where the profile says it pays, on, or off
     offload: str = "auto"  # the draft leaves the device when KV pages are short: the device's choice (auto), on, or off
@@ -92,8 +94,9 @@ class EngineOptions:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}")
-        if self.acceptance is not None and not 0 <= self.acceptance <= 1:
-            raise ConfigError(f"acceptance={self.acceptance!r}: expected a probability, 0 to 1")
+        chances = self.acceptance if isinstance(self.acceptance, tuple) else (self.acceptance,)
+        if not chances or not all(chance is None or 0 <= chance <= 1 for chance in chances):
+            raise ConfigError(f"acceptance={self.acceptance!r}: expected a probability, 0 to 1, or one by position")
 
     def make_policy(self, has_draft: bool) -> Policy:
         """The policy given or named; ConfigError where it would speculate without a draft."""

@@ -1,10 +1,11 @@
-"""What the draft option means, decided in one place."""
+"""What options mean, decided in one place."""
 
 from __future__ import annotations
 
 import pytest
 
-from faser.config import DEFAULT_DRAFT, draft_name, model_name, resolve_draft
+from faser.config import DEFAULT_DRAFT, EngineOptions, draft_name, model_name, resolve_draft
+from faser.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -34,3 +35,14 @@ def test_a_model_in_memory_has_no_draft_unless_one_is_given():
 @pytest.mark.parametrize(("model", "name"), [("org/model", "model"), ("a/b.gguf", "b"), ("/", "/")])
 def test_a_model_is_called_by_the_last_part_of_its_name(model, name):
     assert model_name(model) == name
+
+
+@pytest.mark.parametrize("acceptance", [-0.1, 1.5, (), (0.5, 2.0)])
+def test_synthetic_acceptance_takes_probabilities_alone(acceptance):
+    with pytest.raises(ConfigError, match="acceptance="):
+        EngineOptions(acceptance=acceptance)
+
+
+@pytest.mark.parametrize("acceptance", [None, 0.0, 1, (0.7,), (0.9, 0.5)])
+def test_synthetic_acceptance_is_one_probability_or_one_by_position(acceptance):
+    assert EngineOptions(acceptance=acceptance).acceptance == acceptance

@@ -12,7 +12,7 @@ import itertools
 import json
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,14 +85,19 @@ def ensure_models(args: argparse.Namespace) -> None:
 
 
 def make_models(args: argparse.Namespace) -> tuple[Any, Any, MakePrompts]:
+    (target, draft), tokenizer = inflated_pair(args.target, args.draft, ("llama-8b", "llama-1b"), args.device)
+    return target, draft, specbench_prompts(tokenizer)
+
+
+def specbench_prompts(tokenizer: Tokenizer, categories: Collection[str] | None = None) -> MakePrompts:
+    """Chats over the first turns of Spec-Bench, of some categories or of all."""
     from tools.distill import SYSTEM, read_jsonl
 
-    (target, draft), tokenizer = inflated_pair(args.target, args.draft, ("llama-8b", "llama-1b"), args.device)
     rows: list[Any] = read_jsonl(str(SPECBENCH))
-    questions = [str(row["turns"][0]) for row in rows]
+    questions = [str(row["turns"][0]) for row in rows if categories is None or row["category"] in categories]
     random.Random(0).shuffle(questions)  # the file is sorted by category
     around = (f"{SYSTEM}<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
-    return target, draft, functools.partial(chat_prompts, tokenizer.encode, around, questions)
+    return functools.partial(chat_prompts, tokenizer.encode, around, questions)
 
 
 def inflated_pair(
@@ -134,11 +139,15 @@ def make_tiny_models(args: argparse.Namespace) -> tuple[Any, Any, MakePrompts]:
     target = inflate(small, replace(base, hidden_size=64, num_layers=2, num_heads=8, num_kv_heads=4))
     draft = inflate(noisy, replace(base, intermediate_size=64))
 
-    def prompts(count: int, size: int) -> list[Prompt]:
-        drawn = random.Random(0)
-        return [[drawn.randrange(3, config.vocab_size) for _ in range(size)] for _ in range(count)]
+    return target, draft, make_random_prompts(config.vocab_size)
 
-    return target, draft, prompts
+
+def make_random_prompts(vocab_size: int, seed: int = 0) -> MakePrompts:
+    def prompts(count: int, size: int) -> list[Prompt]:
+        drawn = random.Random(seed)
+        return [[drawn.randrange(3, vocab_size) for _ in range(size)] for _ in range(count)]
+
+    return prompts
 
 
 def chat_prompts(

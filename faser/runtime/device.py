@@ -38,7 +38,7 @@ class Parts:
     num_pages: int | None  # of each model, if the user chose
     kv_memory: int | None  # bytes of both models' pages, if the user chose; with neither the device chooses
     offload: str  # auto, on or off: the draft's memory can be given to the target's pages (draft_memory.py)
-    acceptance: float | None  # accept drafts with this probability whatever the target says: for measuring
+    acceptance: float | tuple[float, ...] | None  # as in EngineOptions: for measuring
 
     @property
     def models(self) -> list[DraftModel]:

@@ -9,6 +9,8 @@ Shapes: B requests, W tokens one request can emit in a step at most.
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import triton
@@ -30,10 +32,15 @@ _COIN = tl.constexpr(0xFFFFFFFF)  # no token has this id: its noise decides synt
 
 
 class CudaVerifier:
-    """`acceptance`, for measuring: the probability to accept a draft, whatever the target says."""
+    """`acceptance`, for measuring: the probability to accept a draft, or one by position, whatever the target says."""
 
     def __init__(
-        self, target: CudaModel, slots: Slots, resampler: Resampler, max_length: int, acceptance: float | None
+        self,
+        target: CudaModel,
+        slots: Slots,
+        resampler: Resampler,
+        max_length: int,
+        acceptance: float | Sequence[float] | None,
     ) -> None:
         max_requests, device = target.requests.slots.shape[0], target.model.device
         self.target = target
@@ -43,7 +50,7 @@ class CudaVerifier:
         self._slots = slots
         self.acceptance: torch.Tensor | None = None  # [max_length] by position in the draft
         if acceptance is not None:
-            self.acceptance = torch.full((max(1, max_length),), acceptance, device=device)
+            self.acceptance = torch.tensor(chances_by_position(acceptance, max(1, max_length)), device=device)
 
     def launch(self, plan: StepPlan, num_drafted: IntArray, num_sms: int = 0) -> Shape:
         """The forward of a step with num_drafted [B] drafts to verify; the shape that ran."""
@@ -81,6 +88,12 @@ class CudaVerifier:
     def _num_judged(self, plan: StepPlan, num_drafted: IntArray) -> IntArray:
         """[B] rows whose token is judged: the last context row and the drafts of each request that samples."""
         return np.where(plan.samples, num_drafted + 1, 0)
+
+
+def chances_by_position(acceptance: float | Sequence[float], max_length: int) -> list[float]:
+    """One probability for each position of a draft; the last one given holds for all that follow."""
+    given = [acceptance] if isinstance(acceptance, (int, float)) else list(acceptance)
+    return [float(given[min(position, len(given) - 1)]) for position in range(max_length)]
 
 
 def judge(

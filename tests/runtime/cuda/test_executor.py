@@ -215,3 +215,12 @@ def test_synthetic_acceptance_is_what_was_asked_for(acceptance):
     stats = serve(make_engine("cuda", target, draft, Fixed(1), acceptance=acceptance), requests).total
     assert stats.verified > 0
     assert stats.accepted == acceptance * stats.verified
+
+
+@pytest.mark.gpu
+def test_synthetic_acceptance_can_differ_by_position():
+    config = replace(CONFIGS["llama3"], head_dim=16)
+    target, draft = (Transformer.random(config, seed, std=0.3) for seed in (0, 9))
+    requests = [r for r in make_requests(target.config) if r.id == "greedy with end token ignored"]
+    stats = serve(make_engine("cuda", target, draft, Fixed(3), acceptance=(1.0, 0.0)), requests).total
+    assert stats.accepted_per_position.tolist() == stats.verified_per_position[:1].tolist()

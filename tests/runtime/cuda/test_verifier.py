@@ -13,7 +13,7 @@ from faser.arrays import IntArray
 from faser.runtime.cpu.verifier import _leading_matches
 from faser.runtime.cuda.rows import Requests
 from faser.runtime.cuda.sampling import Choices, Slots
-from faser.runtime.cuda.verifier import FIRST_TOKEN, HIT, IS_BROKEN, NUM_ACCEPTED, judge
+from faser.runtime.cuda.verifier import FIRST_TOKEN, HIT, IS_BROKEN, NUM_ACCEPTED, chances_by_position, judge
 from tests.runtime.cuda.test_sampling import ints
 
 
@@ -148,3 +148,10 @@ def test_synthetic_acceptance_accepts_drafts_at_its_rate_whatever_they_are(devic
         assert np.array_equal(packed, step.judge(5, num, acceptance))  # a function of seed and position
     assert set(counts) == {1, 2}
     assert 0.25 < np.mean(np.array(counts) == 2) < 0.75
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "chances"), [(0.5, [0.5, 0.5, 0.5]), ((0.9, 0.25), [0.9, 0.25, 0.25]), ((0, 1, 0, 1), [0, 1, 0])]
+)
+def test_synthetic_acceptance_is_given_for_all_positions_or_by_position(acceptance, chances):
+    assert chances_by_position(acceptance, 3) == chances
