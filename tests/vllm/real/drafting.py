@@ -33,6 +33,20 @@ def interpret_triton() -> None:
     backends["cpu"] = SimpleNamespace(driver=driver, compiler=None)
 
 
+def allow_async() -> None:
+    """Let vLLM schedule asynchronously on a CPU, with two steps in flight: its platform turns that off."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def check_but_keep(vllm_config: Any) -> None:
+        wanted = vllm_config.scheduler_config.async_scheduling
+        check(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = wanted
+
+    CpuPlatform.check_and_update_config = staticmethod(check_but_keep)
+
+
 def prompts(longest: int) -> list[list[int]]:
     """Of 1 to `longest` tokens; some begin alike."""
     drawn = random.Random(0)
@@ -67,6 +81,8 @@ def make_engine(spec: dict[str, Any]) -> Any:
 def run(spec: dict[str, Any]) -> dict[str, Any]:
     if spec.get("v2"):
         interpret_triton()
+    elif spec.get("ahead"):
+        allow_async()
     from vllm import SamplingParams
 
     from tests.vllm.real import scripted
@@ -80,6 +96,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         outputs = llm.generate(given, params, use_tqdm=False)
         tokens.append([list(output.outputs[0].token_ids) for output in outputs])
     done = {"tokens": tokens, "steps": scripted.steps, "preemptions": len(scripted.preempted)}
+    done |= {"in_flight": llm.llm_engine.engine_core.engine_core.batch_queue_size}
     if spec.get("worker") and spec.get("tensor_parallel", 1) == 1:
         part = llm.llm_engine.model_executor.driver_worker.worker.draft_part
         done |= {"skipped": part.steps.num_skipped, "catch_ups": part.steps.num_catch_ups}

@@ -58,6 +58,7 @@ def test_acceptance_after_pauses_is_that_of_a_draft_that_never_paused(pair, ahea
     plain = engine(pair)
     own = engine(pair, script=PAUSES, ahead=ahead)
     ours = engine(pair, script=PAUSES, ahead=ahead, worker=faser_worker())
+    assert ours["in_flight"] == own["in_flight"] == (2 if ahead else 1)
     assert ours["tokens"] == own["tokens"] == plain["tokens"]
     assert acceptance(ours) == acceptance(own)
     assert acceptance(ours)[1] > 20
