@@ -46,6 +46,7 @@ class CudaEagle3(CudaModel):
             return torch.zeros(shape, dtype=head.dtype, device=head.device)
 
         self._next_states = buffer(self.max_rows, hidden)  # of requests, in the order of the latest wanted rows
+        self.carried = (self._next_states,)
         self._inputs = buffer(self.max_rows, 2 * hidden)  # embedding and state of each row, normed
         self._embedded = buffer(self.max_rows, hidden)
 

@@ -61,6 +61,7 @@ class CudaModel:
         max_rows = max(least(ROW_BUCKETS, max_rows) or max_rows, 2 * (least(ROW_BUCKETS, max_requests) or max_requests))
         self.model = model
         self.features: CudaFeatures | None = None  # what a draft head reads of this model's forwards
+        self.carried: tuple[Tensor, ...] = ()  # what one forward of a draft leaves to the next
         self.max_rows = max_rows
         self.page_size = page_size
         self._writes = writes
@@ -189,7 +190,8 @@ class CudaModel:
 
         `run` also runs once. The contents of the requests, the tiles and `kept` are restored.
         """
-        contents = (self.requests.memory, self._drafting, *self.tiling.memories, self.rows.cu_wanted, *kept)
+        own = (self.requests.memory, self._drafting, *self.tiling.memories, self.rows.cu_wanted, *self.carried)
+        contents = (*own, *kept)
         before = [(each, each.clone()) for each in contents]
         for count in (self.requests.num_requests, *self.tiling.counts, self.rows.cu_wanted):
             count.zero_()

@@ -59,7 +59,10 @@ def _shape(model: Transformer | DraftHead) -> str:
         str(model.dtype).removeprefix("torch."),
     ]
     if isinstance(model, DraftHead):
-        parts.append(f"{model.head_config.kind} head of {model.head_config.num_features} features")
+        head = model.head_config
+        parts.append(f"{head.kind} head of {head.num_features} features")
+        if head.num_drafts:
+            parts.append(f"blocks of {head.num_drafts}, Markov rank {head.markov_rank}")
     return ", ".join(parts)
 
 

@@ -131,3 +131,22 @@ def test_preemptions_and_cached_prompts_change_no_token(small, device, kind):
         assert {name[:-1]: tokens for name, tokens in outcome.tokens.items()} == right
     assert engine.scheduler.num_preemptions > 0
     assert engine.scheduler.prefixes.num_hits > 0
+
+
+@pytest.mark.gpu
+def test_a_graph_captured_between_two_tokens_changes_no_draft(small, drafted):
+    """A forward runs when a graph is captured, and must leave no state to the next token."""
+    serve(engine_of(small, "eagle3", "cuda", Fixed(3)), requests(2))
+    expected = dict(drafted)
+    drafted.clear()
+    engine = engine_of(small, "eagle3", "cuda", Fixed(3))
+    (model,) = engine.executor.drafter.models
+    launch = model.launch
+
+    def launch_anew(shape):
+        model._graphs.pop(shape, None)
+        launch(shape)
+
+    model.launch = launch_anew
+    serve(engine, requests(2))
+    assert drafted == expected
