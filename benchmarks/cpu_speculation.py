@@ -1,14 +1,17 @@
-"""Does speculation pay on a CPU? The default pair at its best fixed length against policy off.
+"""Does speculation pay on a CPU? The default model with a draft at its best fixed length against no draft.
 
-Chat prompts of Spec-Bench, greedy, batch 1 and 4, one process; runs of all settings alternate, ratios are of medians.
-A verification of k + 1 rows costs more than one row on a CPU, and a draft of k tokens costs k small forwards: both are
-printed in plain steps, so that the ratio can be computed from them:
+Chat prompts of Spec-Bench, batch 1 and 4, one process; runs of all settings alternate, ratios are of medians. The draft
+is a patch, the folder of a draft head, or ngram. A verification of k + 1 rows costs more than one row on a CPU, and so
+does a draft: k small forwards, or one of a block. Both are printed in plain steps, so that the ratio can be computed
+from them:
 
-    ratio = tokens per step / (verification of k + 1 rows + k draft steps), all in plain steps
+    ratio = tokens per step / (verification of k + 1 rows + draft), all in plain steps
 
-    .venv/bin/python benchmarks/cpu_speculation.py [--prompts FILE] [--draft FILE] [--lengths 1,2,3,4] [--repeats 3]
+    .venv/bin/python benchmarks/cpu_speculation.py [--prompts FILE] [--draft DRAFT] [--lengths 1,2,3,4]
+        [--policies faser] [--temperature 0] [--repeats 3]
 
-The last line is one JSON document. Every setting must give the tokens of policy off.
+The last line is one JSON document, with the best ratio of each batch beside its aim. Every setting must give the tokens
+of policy off.
 """
 
 from __future__ import annotations
@@ -21,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from faser import LLM, SamplingParams
-from faser.config import DEFAULT_DRAFT
+from faser.config import DEFAULT_DRAFT, NO_DRAFT
 from faser.engine.stats import EngineStats
 from faser.traffic.prompts import SHIPPED
 from faser.traffic.traces import open_text
 
+AIM = 1.3  # times no draft
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 
 
@@ -47,9 +51,9 @@ class Setting:
         self.rates: list[float] = []
         self.tokens: list[list[int]] = []
 
-    def run(self, prompts: list[str], max_tokens: int) -> None:
+    def run(self, prompts: list[str], params: SamplingParams) -> None:
         started = time.perf_counter()
-        outputs = self.llm.generate(prompts, SamplingParams(max_tokens=max_tokens))
+        outputs = self.llm.generate(prompts, params)
         self.tokens = [output.token_ids for output in outputs]
         self.rates.append(sum(map(len, self.tokens)) / (time.perf_counter() - started))
 
@@ -70,14 +74,15 @@ class Setting:
 
 def measure(batch: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     prompts = chat_prompts(args.prompts, args.count)
-    names = ["off", *(f"fixed:{k}" for k in args.lengths)]
-    settings = [Setting(name, args.draft, batch) for name in names]
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=0)
+    names = [*(f"fixed:{k}" for k in args.lengths), *args.policies]
+    settings = [Setting("off", NO_DRAFT, batch), *(Setting(name, args.draft, batch) for name in names)]
     for setting in settings:
         setting.llm.generate(prompts[:1], SamplingParams(max_tokens=8))
         setting.llm.engine.stats = EngineStats()
     for _ in range(args.repeats):
         for setting in settings:
-            setting.run(prompts, args.max_tokens)
+            setting.run(prompts, params)
     results = [{"batch": batch, **setting.summary(settings[0])} for setting in settings]
     for r in results:
         print(
@@ -92,15 +97,19 @@ def measure(batch: int, args: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path, default=SHIPPED["specbench"], help="JSONL with `turns` (Spec-Bench)")
-    parser.add_argument("--draft", default=str(DEFAULT_DRAFT), help="a draft patch, or ngram")
+    parser.add_argument("--draft", default=str(DEFAULT_DRAFT), help="a draft patch, a head's folder, or ngram")
     parser.add_argument("--lengths", type=lambda text: [int(k) for k in text.split(",")], default=[1, 2, 3, 4])
+    parser.add_argument("--policies", type=lambda text: text.split(","), default=[], help="besides, such as faser")
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--batches", type=lambda text: [int(b) for b in text.split(",")], default=[1, 4])
     parser.add_argument("--count", type=int, default=12, help="prompts")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     results = [line for batch in args.batches for line in measure(batch, args)]
-    print(json.dumps({"draft": Path(args.draft).name, "results": results}))
+    drafting = [line for line in results if line["policy"] != "off"]
+    best = {batch: max(line["ratio"] for line in drafting if line["batch"] == batch) for batch in args.batches}
+    print(json.dumps({"draft": Path(args.draft).name, "best_ratio": best, "aim": AIM, "results": results}))
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -102,13 +102,20 @@ TINY_LOOPS = LoopSizes((1, 2), (1,), (2,), 2, equal=2, output=6, lengths=(2,))
 
 @dataclass(frozen=True)
 class Counts:
-    """Totals of an engine: how often a request verified drafts, and how many were accepted."""
+    """Totals of an engine, over requests: steps behind the first token and what they gave, verifications of drafts and
+    what they accepted. Drafts behind the end of an answer count as drafts alone."""
 
+    steps: int = 0
+    tokens: int = 0
     drafts: int = 0
     accepted: int = 0
 
     def __sub__(self, earlier: Counts) -> Counts:
-        return Counts(self.drafts - earlier.drafts, self.accepted - earlier.accepted)
+        return Counts(*(now - before for now, before in zip(astuple(self), astuple(earlier), strict=True)))
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.tokens / self.steps if self.steps else 1.0
 
     @property
     def tokens_per_draft(self) -> float:
@@ -150,6 +157,7 @@ class FaserLoops:
     def __init__(self, engine: Any, policies: Sequence[str]) -> None:
         self.engine = engine
         self.policies = policies
+        self._steps = self._tokens = 0  # as Counts has them
 
     @classmethod
     def load(cls, args: argparse.Namespace, mode: str) -> FaserLoops:
@@ -172,7 +180,7 @@ class FaserLoops:
 
     def counts(self) -> Counts:
         stats = self.engine.stats
-        return Counts(int(stats.verified_per_position[:1].sum()), stats.accepted)
+        return Counts(self._steps, self._tokens, int(stats.verified_per_position[:1].sum()), stats.accepted)
 
     def loop(self, requests: Sequence[Figures], size: int, seconds: float) -> tuple[list[Answer], float]:
         """A closed loop of `size` open requests; the answers, and how long it took."""
@@ -194,7 +202,7 @@ class FaserLoops:
                 if time.perf_counter() - began > seconds:
                     raise TimeoutError("no time left")
                 for item in engine.step():
-                    note_progress(open_answers[item.request_id], item.token_ids)
+                    self._note(open_answers[item.request_id], item.token_ids)
                     if item.finish is not None:
                         answers.append(open_answers.pop(item.request_id))
                 refill()
@@ -203,11 +211,15 @@ class FaserLoops:
             raise
         return answers, time.perf_counter() - began
 
-
-def note_progress(answer: Answer, token_ids: Sequence[int]) -> None:
-    if token_ids:
+    def _note(self, answer: Answer, token_ids: Sequence[int]) -> None:
+        if not token_ids:
+            return
         answer.last = time.perf_counter()
-        answer.first = answer.first or answer.last
+        if answer.token_ids:
+            self._steps += 1
+            self._tokens += len(token_ids)
+        else:
+            answer.first = answer.last
         answer.token_ids.extend(token_ids)
 
 
@@ -264,11 +276,12 @@ class VllmLoops(Player):
         from vllm.v1.metrics.reader import get_metrics_snapshot
 
         time.sleep(0.2)  # the last steps are counted after their tokens are out
-        names = {f"vllm:spec_decode_num_{name}": 0 for name in ("drafts", "accepted_tokens")}
+        found = {f"vllm:spec_decode_num_{name}": 0 for name in ("drafts", "accepted_tokens")}
         for metric in get_metrics_snapshot():
-            if metric.name in names:
-                names[metric.name] += int(metric.value)
-        return Counts(*names.values())
+            if metric.name in found:
+                found[metric.name] += int(metric.value)
+        drafts, accepted = found.values()
+        return Counts(drafts, drafts + accepted, drafts, accepted)  # it drafts in every step
 
 
 def run_vllm_mode(args: argparse.Namespace, journal: Journal) -> None:
@@ -323,7 +336,7 @@ def loop_figures(args: argparse.Namespace, player: LoopPlayer, requests: Sequenc
     return {
         "tpot_ms": 1e3 * statistics.fmean(each.tpot for each in answers),
         "tokens_per_s": tokens / seconds,
-        "tokens_per_step": tokens / (tokens - counts.accepted),  # a step gives a request its bonus and what it accepts
+        "tokens_per_step": counts.tokens_per_step,
         "tokens_per_draft": counts.tokens_per_draft,
         "requests": len(answers),
     }

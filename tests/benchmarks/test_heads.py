@@ -136,7 +136,10 @@ class FakeLoops:
         self.most_open = max(self.most_open, size)
         answers = [Answer(0.0, [7] * each["max_tokens"], 0.0, self._seconds(each["max_tokens"])) for each in requests]
         tokens = sum(each["max_tokens"] for each in requests)
-        self.total = heads.Counts(self.total.drafts + tokens // 2, self.total.accepted + tokens // 2)
+        half, before = tokens // 2, self.total
+        self.total = heads.Counts(
+            before.steps + half, before.tokens + tokens, before.drafts + half, before.accepted + half
+        )
         return answers, 1.0
 
     def _seconds(self, tokens):
@@ -167,7 +170,10 @@ def test_a_closed_loop_keeps_its_size_and_answers_every_request(made, folder):
     answers, _ = player.loop(requests, 2, 60.0)
     assert [len(answer.token_ids) for answer in answers] == [4] * 5
     assert max(running) == 2
-    assert player.counts().drafts > 0
+    counts = player.counts()
+    assert counts.drafts > 0
+    assert counts.tokens == 5 * 3, "the first tokens come from prompts"
+    assert counts.steps == counts.tokens - counts.accepted
     with pytest.raises(TimeoutError):
         player.loop(requests, 2, 0.0)
     assert not player.engine.has_work
@@ -193,8 +199,8 @@ def test_drafts_of_vllm_are_counted_from_its_own_figures(monkeypatch):
     monkeypatch.setattr(heads.Player, "__init__", lambda self, *given: None)
     args = heads.parse_args(TINY)
     counts = heads.VllmLoops(args, heads.VllmHeadMode("vllm:eagle3:3")).counts()
-    assert counts == heads.Counts(drafts=10, accepted=20)
-    assert counts.tokens_per_draft == 3
+    assert counts == heads.Counts(steps=10, tokens=30, drafts=10, accepted=20)
+    assert counts.tokens_per_draft == counts.tokens_per_step == 3
     assert heads.VllmLoops(args, heads.VllmHeadMode("vllm:off")).counts() == heads.Counts()
 
 
