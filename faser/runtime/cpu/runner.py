@@ -29,6 +29,7 @@ from faser.step import PageMoves, PageWrites
 
 SHORT_ROWS = 16  # a request with more rows is a group of its own
 SPARE_PAGES = 64  # pages of padding that a group may always have; beyond it, at most half of its pages may be padding
+FUSED_ROWS = 64  # features that wait at most
 GROUP_BYTES = 3 * 2**20  # keys and values of a group: more would leave the CPU's cache before they are used
 
 
@@ -67,7 +68,8 @@ class Rows:
 class FeaturePages:
     """The target's features as a draft head reads them: fused, one row of `pages` [pages, page_size, hidden] a token.
 
-    They stand under the target's page table, so whatever context the target has, the head can compute.
+    They stand under the target's page table, so whatever context the target has, the head can compute. Rows are fused
+    when somebody reads, or FUSED_ROWS at a time: the product reads its weights once for all of them.
     """
 
     def __init__(self, head: DraftHead, num_pages: int, page_size: int) -> None:
@@ -76,12 +78,27 @@ class FeaturePages:
         self.layers = layers  # the features are the residual streams before these
         self._fuse = head.fuse
         self._pages = torch.zeros(num_pages * page_size, head.config.hidden_size, dtype=head.dtype)
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # entries and features of rows, oldest first
+        self._num_waiting = 0  # rows
 
     def write(self, entries: torch.Tensor, features: Sequence[torch.Tensor]) -> None:
-        self._pages.index_copy_(0, entries, self._fuse(torch.cat(tuple(features), dim=-1)))
+        self._waiting.append((entries, torch.cat(tuple(features), dim=-1)))
+        self._num_waiting += entries.numel()
+        if self._num_waiting >= FUSED_ROWS:
+            self._fuse_waiting()
 
     def read(self, entries: torch.Tensor) -> torch.Tensor:
+        self._fuse_waiting()
         return self._pages[entries]
+
+    def _fuse_waiting(self) -> None:
+        if not self._waiting:
+            return
+        every = [entries for entries, _ in self._waiting]
+        fused = self._fuse(torch.cat([features for _, features in self._waiting]))
+        for entries, rows in zip(every, torch.split(fused, [each.numel() for each in every]), strict=True):
+            self._pages.index_copy_(0, entries, rows)  # step by step: a later row takes the place of a rejected one
+        self._waiting, self._num_waiting = [], 0
 
 
 class Runner:
