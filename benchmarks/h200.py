@@ -45,11 +45,8 @@ FASER may be loaded.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +54,7 @@ from pathlib import Path
 from benchmarks.lib import documents, models, policies, table, trace
 from benchmarks.lib.journal import Journal
 from benchmarks.lib.processes import Runner, worker_process
+from benchmarks.lib.run_flags import add_run_flags, begin_run, refuse_missing
 
 EXPERIMENTS = {"table": table, "trace": trace, "policies": policies}
 MODELS_SECONDS = 150.0  # then the process that makes the models is ended
@@ -76,34 +74,22 @@ def make_parser() -> argparse.ArgumentParser:
         add("--vllm-bundle", type=Path, help="vLLM, unpacked; without it FASER is measured alone")
         add("--vllm-trace", type=Path, help="the peer's vllm_trace.py")
         add("--batch-tokens", type=int, help="rows of a step, both systems (each chooses its own)")
-        add("--folder", type=Path, help="for models, caches and what is measured; kept")
-        add("--report-only", type=Path, metavar="DIR", help="measure nothing: the results of DIR again")
-        add("--budget-seconds", type=float, default=560.0, help="for everything (560)")
-        add("--device", choices=("cuda", "cpu"), default="cuda")
-        add("--tiny", action="store_true", help="tiny random models and sizes: does it all run?")
         experiment.add_flags(add)
-        add("--worker", help=argparse.SUPPRESS)
-        for hidden, kind in {"--until": float, "--spawned": float, "--session": float, "--only-length": int}.items():
-            add(hidden, type=kind, help=argparse.SUPPRESS)
+        add_run_flags(add, only_length=int)
     return parser
 
 
 def parse_args(given: Sequence[str]) -> argparse.Namespace:
     parser = make_parser()
     args = parser.parse_args(given)
-    args.given, args.started = list(given), time.time()
-    args.until = args.until or args.started + args.budget_seconds
-    args.spawned = args.spawned or args.started
+    begin_run(args, given)
     asked = {name: getattr(args, name, None) for name in ("batches", "lengths", "vllm_lengths")}
     chosen = {name: each for name, each in asked.items() if each and args.experiment == "table"}
     args.sizes = replace(models.TINY if args.tiny else models.Sizes(), **chosen)
-    default = args.report_only or Path(tempfile.gettempdir()) / ("faser-h200-tiny" if args.tiny else "faser-h200")
-    args.folder = (args.folder or default).absolute()
     args.work = args.folder / args.experiment  # what the processes of this experiment leave for each other
     args.journal = args.work / f"{args.experiment}.jsonl"
-    args.out = args.folder if args.report_only else Path(os.environ.get("OUT") or args.folder).absolute()
     if args.worker is None:
-        refuse_missing(parser, args)
+        refuse_halves(parser, args)
     try:
         if args.experiment != "table":
             EXPERIMENTS[args.experiment].complete(args)
@@ -112,11 +98,10 @@ def parse_args(given: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def refuse_missing(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def refuse_halves(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Files that do not exist, and half of what vLLM takes."""
-    for path in (args.target, args.draft, args.python_path, args.vllm_bundle, args.vllm_trace, args.report_only):
-        if path is not None and not path.exists():
-            parser.error(f"{path} does not exist")
+    vllm = (args.vllm_bundle, args.vllm_trace)
+    refuse_missing(parser, (args.target, args.draft, args.python_path, *vllm, args.report_only))
     if (args.vllm_bundle is None) != (args.vllm_trace is None):
         parser.error("vLLM takes --vllm-bundle and --vllm-trace together")
 

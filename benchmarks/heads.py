@@ -52,11 +52,9 @@ import argparse
 import itertools
 import json
 import math
-import os
 import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -68,6 +66,7 @@ from benchmarks.lib.head_models import HEADS, PUBLISHED, TEXTS, expected_tokens,
 from benchmarks.lib.heads_report import summarize, tables
 from benchmarks.lib.journal import Figures, Journal, read_json
 from benchmarks.lib.processes import Process, Runner, worker_process
+from benchmarks.lib.run_flags import add_run_flags, begin_run, refuse_missing
 from benchmarks.vllm_plugin import CPU_ENVIRONMENT, Answer, Mode, Player, Shape, chosen_from, left, short
 
 MODULE = "benchmarks.heads"
@@ -463,48 +462,34 @@ def make_parser() -> argparse.ArgumentParser:
     add("--temperatures", type=numbers(float), default=(0.0, 1.0), help="of `loops` (0,1)")
     add("--lengths", type=numbers(int), help="fixed ones, ascending (2,4; blocks 3,7; published 2,4,7)")
     add("--output", type=int, help="tokens of an answer (128); twice that in `published`")
-    add("--folder", type=Path, help="for models, caches and what is measured; kept")
-    add("--report-only", type=Path, metavar="DIR", help="measure nothing: the figures of DIR again")
-    add("--budget-seconds", type=float, default=560.0, help="for everything (560)")
-    add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--tiny", action="store_true", help="tiny random models, heads and sizes: does it all run?")
-    hidden = {"--worker": str, "--only-mode": str, "--until": float, "--spawned": float, "--session": float}
-    for name, kind in hidden.items():
-        add(name, type=kind, help=argparse.SUPPRESS)
+    add_run_flags(add, only_mode=str)
     return parser
 
 
 def parse_args(given: Sequence[str]) -> argparse.Namespace:
     parser = make_parser()
     args = parser.parse_args(given)
-    args.given, args.started = list(given), time.time()
-    args.until = args.until or args.started + args.budget_seconds
-    args.spawned = args.spawned or args.started
+    begin_run(args, given)
     args.session = args.session or args.started
     asked = {"batches": args.batches, "lengths": args.lengths, "output": args.output}
     args.loops = replace(TINY_LOOPS if args.tiny else LoopSizes(), **{k: v for k, v in asked.items() if v})
     args.sizes = models.TINY if args.tiny else models.Sizes()
     if max(args.loops.batches) > args.sizes.max_running:
         parser.error(f"--batches: expected at most {args.sizes.max_running}")
-    default = args.report_only or Path(tempfile.gettempdir()) / ("faser-h200-tiny" if args.tiny else "faser-h200")
-    args.folder = (args.folder or default).absolute()
     args.work = args.folder / "heads"
     args.journal = args.folder / "heads.jsonl" if args.report_only else args.work / "heads.jsonl"
-    args.out = args.folder if args.report_only else Path(os.environ.get("OUT") or args.folder).absolute()
     args.asked_modes = args.modes
     played = [mode for mode in args.modes if args.vllm_bundle is not None or not mode.startswith("vllm:")]
     args.modes = [mode for mode in played if parts_of(mode, args.parts)]
-    refuse_missing(parser, args)
+    models_given = (args.target, args.draft, args.eagle3, args.block)
+    refuse_missing(parser, (*models_given, args.python_path, args.vllm_bundle, args.report_only))
+    if not args.tiny and args.report_only is None:
+        refuse_headless(parser, args)
     return args
 
 
-def refuse_missing(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    given = (args.target, args.draft, args.eagle3, args.block, args.python_path, args.vllm_bundle, args.report_only)
-    for path in given:
-        if path is not None and not path.exists():
-            parser.error(f"{path} does not exist")
-    if args.tiny or args.report_only is not None:
-        return
+def refuse_headless(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Modes whose head is neither given nor kept in the folder."""
     for head, path in zip(HEADS, (args.eagle3, args.block), strict=True):
         needing = [mode for mode in args.modes if head in mode.split(":") and not mode.startswith("published:")]
         if needing and path is None and not (args.folder / head).is_dir():

@@ -43,7 +43,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -53,6 +52,7 @@ from typing import Any
 from benchmarks.lib import models
 from benchmarks.lib.journal import Figures, Journal, failures, latest, read_json
 from benchmarks.lib.processes import ROOT, Process, Runner, worker_process
+from benchmarks.lib.run_flags import add_run_flags, begin_run, refuse_missing
 
 PARTS = ("loops", "trace", "decode", "start")
 MODES = ("off-v1", "off-v2", "vllm:2", "vllm:4", "table:4", "plugin:fixed:4", "plugin:faser")
@@ -515,35 +515,21 @@ def make_parser() -> argparse.ArgumentParser:
     add("--loads", type=lambda text: tuple(map(float, text.split(","))), help="of `trace` (0.1,0.4,0.8,1.2)")
     add("--span", type=float, help="seconds that the trace is squeezed into (15)")
     add("--rate", type=float, help="the saturation rate, requests per second (measured)")
-    add("--folder", type=Path, help="for models, caches and what is measured; kept")
-    add("--report-only", type=Path, metavar="DIR", help="measure nothing: the figures of DIR again")
-    add("--budget-seconds", type=float, default=560.0, help="for everything (560)")
-    add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--tiny", action="store_true", help="tiny random models and sizes: does it all run?")
-    hidden = {"--worker": str, "--only-mode": str, "--only-load": float, "--until": float}
-    for name, kind in (hidden | {"--spawned": float, "--session": float}).items():
-        add(name, type=kind, help=argparse.SUPPRESS)
+    add_run_flags(add, only_mode=str, only_load=float)
     return parser
 
 
 def parse_args(given: Sequence[str]) -> argparse.Namespace:
     parser = make_parser()
     args = parser.parse_args(given)
-    args.given, args.started = list(given), time.time()
-    args.until = args.until or args.started + args.budget_seconds
-    args.spawned = args.spawned or args.started
+    begin_run(args, given)
     args.session = args.session or args.started
     asked = {name: getattr(args, name) for name in ("batches", "loads", "span") if getattr(args, name)}
     args.shape = replace(TINY if args.tiny else Shape(), **asked)
     args.sizes = models.TINY if args.tiny else models.Sizes()
-    default = args.report_only or Path(tempfile.gettempdir()) / ("faser-h200-tiny" if args.tiny else "faser-h200")
-    args.folder = (args.folder or default).absolute()
     args.work = args.folder / "plugin"
     args.journal = args.folder / "plugin.jsonl" if args.report_only else args.work / "plugin.jsonl"
-    args.out = args.folder if args.report_only else Path(os.environ.get("OUT") or args.folder).absolute()
-    for path in (args.target, args.draft, args.python_path, args.vllm_bundle, args.report_only):
-        if path is not None and not path.exists():
-            parser.error(f"{path} does not exist")
+    refuse_missing(parser, (args.target, args.draft, args.python_path, args.vllm_bundle, args.report_only))
     return args
 
 

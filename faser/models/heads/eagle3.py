@@ -1,7 +1,8 @@
 """The EAGLE-3 head: one layer over a token's embedding and the target's features of the position before it.
 
-The row of token r has the features of position r - 1 and the rotary position r - 1; it predicts token r + 1. Where the
-target has not computed the features yet, the head's own output of the row before takes their place (`next_states`).
+The row of token r has the features of position r - 1; it predicts token r + 1. Which rotary position it has is the
+caller's choice, the same shift for all rows: only differences matter. Where the target has not computed the features
+yet, the head's own output of the row before takes their place (`next_states`).
 """
 
 from __future__ import annotations
