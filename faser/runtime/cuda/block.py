@@ -74,8 +74,8 @@ class CudaBlock(CudaModel):
             layer = self.block.layers[index]
             linear.rms_norm(hidden, layer.attention_norm, eps, normed)
             torch.where(self._in_block[:num_rows], normed, self._fused[:num_rows], out=inputs)
-            qkv = self._qkv[:num_rows].flatten(1).zero_()
-            linear.linear_residual(inputs, layer.qkv, qkv, layer.qkv_bias, self._linear, num_sms=shape.num_sms)
+            qkv = self._qkv[:num_rows].flatten(1)
+            linear.linear(inputs, layer.qkv, layer.qkv_bias, qkv, self._linear, num_sms=shape.num_sms)
             self.finish_layer(index, shape, rows, attending)
         return hidden
 

@@ -11,8 +11,9 @@ import torch
 
 from faser.engine import prompt_pace
 from faser.errors import ConfigError
+from faser.limits import Limits
 from faser.models.config import ModelConfig
-from faser.models.heads import BlockHead, Eagle3Head
+from faser.models.heads import BlockHead, DraftHead, Eagle3Head
 from faser.models.transformer import Transformer
 from faser.progress import progress_bar
 from faser.runtime.cuda.block import CudaBlock, CudaBlockDrafter
@@ -85,15 +86,10 @@ class CudaDevice:
         if isinstance(parts.draft, Transformer):
             models.append(CudaModel(parts.draft, slots, limits, parts.page_size, lanes, writes=True))
             drafter = CudaModelDrafter(models[1])
-        elif isinstance(parts.draft, Eagle3Head):
-            target.features = CudaFeatures(parts.draft, target.max_rows, parts.page_size)
-            models.append(CudaEagle3(parts.draft, slots, limits, parts.page_size, lanes, target))
-            drafter = CudaEagle3Drafter(models[1])
-        elif isinstance(parts.draft, BlockHead):
-            target.features = CudaFeatures(parts.draft, target.max_rows, parts.page_size)
-            block = CudaBlock(parts.draft, slots, limits, parts.page_size, lanes, target)
-            models.append(block)
-            drafter = CudaBlockDrafter(block)
+        elif parts.head is not None:
+            target.features = CudaFeatures(parts.head, target.max_rows, parts.page_size)
+            drafter = _make_head_drafter(parts.head, slots, limits, parts.page_size, lanes, target)
+            models += drafter.models
         elif parts.uses_ngrams:
             drafter = CudaNgramDrafter(slots, parts.history.numpy())
         executor = CudaExecutor(parts, target, drafter, slots, lanes, runs_ahead=self.runs_ahead)
@@ -134,6 +130,15 @@ class CudaDevice:
             require_host_memory(home_bytes(weights))
             return self.open_driver(parts.target.device)
         return None
+
+
+def _make_head_drafter(
+    head: DraftHead, slots: Slots, limits: Limits, page_size: int, lanes: Lanes, target: CudaModel
+) -> CudaDrafter:
+    if isinstance(head, Eagle3Head):
+        return CudaEagle3Drafter(CudaEagle3(head, slots, limits, page_size, lanes, target))
+    assert isinstance(head, BlockHead)
+    return CudaBlockDrafter(CudaBlock(head, slots, limits, page_size, lanes, target))
 
 
 @contextmanager

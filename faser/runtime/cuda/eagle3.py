@@ -71,8 +71,8 @@ class CudaEagle3(CudaModel):
         self, shape: Shape, rows: DeviceRows, attending: Sequence[Attending], layers: Iterable[int]
     ) -> Tensor:
         (layer,) = self._head.layers
-        inputs, qkv = self._inputs[: shape.num_rows], self._qkv[: shape.num_rows].flatten(1).zero_()
-        linear.linear_residual(inputs, layer.qkv, qkv, layer.qkv_bias, self._linear, num_sms=shape.num_sms)
+        inputs, qkv = self._inputs[: shape.num_rows], self._qkv[: shape.num_rows].flatten(1)
+        linear.linear(inputs, layer.qkv, layer.qkv_bias, qkv, self._linear, num_sms=shape.num_sms)
         self.finish_layer(0, shape, rows, attending)
         return self.hidden[: shape.num_rows]
 

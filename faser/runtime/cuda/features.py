@@ -71,8 +71,7 @@ class CudaFeatures:
         joined, fused = self._joined[:num_rows], self._fused[:num_rows]
         if isinstance(head, Eagle3Head) and head.input_norm is not None:
             linear.rms_norm(joined, head.input_norm, eps, joined)
-        fused.zero_()
-        linear.linear_residual(joined, head.fc, fused, None, self._linear)
+        linear.linear(joined, head.fc, None, fused, self._linear)
         if isinstance(head, BlockHead):
             linear.rms_norm(fused, head.feature_norm, eps, fused)
         return fused

@@ -138,6 +138,13 @@ def linear_residual(
             residual.add_(bias)
 
 
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, workspace: LinearWorkspace, num_sms: int = 0
+) -> None:
+    """out = x @ weight^T + bias. x [R, K], weight [N, K], out [R, N]."""
+    linear_residual(x, weight, out.zero_(), bias, workspace, num_sms=num_sms)
+
+
 def rms_norm(x: Tensor, norm_weight: Tensor, eps: float, out: Tensor) -> None:
     """out = x / sqrt(mean(x^2) + eps) * norm_weight, row by row. x, out [R, K]."""
     _contiguous(x, out, norm_weight)
