@@ -17,6 +17,7 @@ PACKAGES = {
     "engine": ENGINE,
     "server": (*ENGINE, "starlette", "uvicorn", "httptools", "msgspec", "prometheus_client"),
     "bench": ("jinja2", "markupsafe"),
+    "vision": ("PIL", "av"),
 }
 
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from faser.errors import InvalidRequest
+from faser.vision import Vision
 
 MAX_LOGPROBS = 20
 GRAMMAR_KINDS = ("json_schema", "regex")
@@ -242,6 +243,7 @@ class Request:
     params: SamplingParams
     seed: int  # given or drawn; the sampling noise is a function of it
     stop_ids: frozenset[int] = frozenset()  # end tokens of the model unless ignored, and the user's stop_token_ids
+    vision: Vision | None = None  # the pictures that some of the prompt's tokens stand for
 
 
 @dataclass(frozen=True)

@@ -135,11 +135,12 @@ def test_importing_llm_names_the_missing_extra():
 
 # ---- what pyproject.toml declares ----
 
-IMPORT_NAMES = {"cuda-bindings": "cuda"}  # where it is not the name of the distribution
+IMPORT_NAMES = {"cuda-bindings": "cuda", "pillow": "PIL"}  # where it is not the name of the distribution
 # Which extras the modules of a folder may need, besides the plain installation.
 EXTRAS_OF = {
     "models": ("engine",),
     "text": ("engine",),
+    "media": ("vision",),
     "build.py": ("engine",),
     "llm.py": ("engine",),
     "runtime": ("engine", "gpu"),

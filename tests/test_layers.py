@@ -11,12 +11,12 @@ ROOT = Path(__file__).parents[1]
 # From low to high. Modules of one layer may import each other.
 LAYERS = (
     ("errors", "arrays", "extras", "machine", "progress", "threads"),
-    ("request", "limits", "rules"),
+    ("vision", "request", "limits", "rules"),
     ("step",),
     ("cost",),
     ("policy",),
     ("engine",),
-    ("text", "models"),
+    ("text", "media", "models"),
     ("runtime",),
     ("config", "build", "llm"),
     ("traffic",),

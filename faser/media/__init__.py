@@ -1,0 +1,1 @@
+"""Pictures and videos as users send them: from bytes to grids of patches, and from grids to prompts."""
