@@ -7,7 +7,6 @@ Knows nothing of torch, weights or tokenizers.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from faser.errors import ConfigError, ModelError, UnsupportedModel
+from faser.models.fields import REQUIRED, Fields, is_id, optional_id, read_object
 
 FAMILIES = {
     "LlamaForCausalLM": "llama",
@@ -28,7 +28,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 _MIXTURES = ("Moe", "MoE", "Mixtral")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _MISTRAL_WINDOW = 4096  # the default of sliding_window in a Mistral config
-REQUIRED: Any = object()
 
 
 @dataclass(frozen=True)
@@ -114,62 +113,6 @@ class ModelConfig:
         )
         refuse_shapes(config, where)
         return config
-
-
-class Fields:
-    """A JSON object with typed reads; errors name the file and the key."""
-
-    def __init__(self, data: Mapping[str, Any], where: str) -> None:
-        self.data = data
-        self.where = where
-
-    def get(self, key: str) -> Any:
-        return self.data.get(key)
-
-    def integer(self, key: str, default: Any = REQUIRED, null: Any = REQUIRED) -> int:
-        """A positive integer; `default` where the key is missing, `null` where its value is null."""
-        value = self._value(key, default, null)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.wrong(key, value, "a positive integer")
-        return value
-
-    def number(self, key: str, default: Any = REQUIRED, null: Any = REQUIRED) -> float:
-        """A positive number; `default` and `null` as for `integer`."""
-        value = self._value(key, default, null)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise self.wrong(key, value, "a positive number")
-        return float(value)
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        value = self._value(key, default, default)
-        if not isinstance(value, bool):
-            raise self.wrong(key, value, "true or false")
-        return value
-
-    def wrong(self, key: str, value: object, expected: str) -> ModelError:
-        return ModelError(f"{self.where}: {key}={value!r}: expected {expected}; fix the file or fetch the model again")
-
-    def refuse(self, feature: str, advice: str = "choose a model without it") -> UnsupportedModel:
-        return UnsupportedModel(f"{self.where}: {feature} is not supported; {advice}")
-
-    def _value(self, key: str, default: Any, null: Any) -> Any:
-        value = self.data.get(key, default)
-        if value is None and null is not REQUIRED:
-            return null
-        if value is REQUIRED:
-            raise ModelError(f"{self.where}: the key {key!r} is missing; every model of this kind has it")
-        return value
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or a ModelError that names the file."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON ({error}); fetch the model again") from error
-    if not isinstance(data, dict):
-        raise ModelError(f"{path}: expected a JSON object, got {type(data).__name__}; fetch the model again")
-    return data
 
 
 def _family(fields: Fields) -> str:
@@ -315,10 +258,6 @@ def _yarn_attention_factor(scaling: Fields, factor: float) -> float:
     return scale(1.0)
 
 
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
 def _eos_token_ids(fields: Fields, generation: Mapping[str, Any] | None) -> tuple[int, ...]:
     value = (generation or {}).get("eos_token_id")
     if value is None:
@@ -326,16 +265,9 @@ def _eos_token_ids(fields: Fields, generation: Mapping[str, Any] | None) -> tupl
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
-    if not all(_is_id(each) for each in ids):
+    if not all(is_id(each) for each in ids):
         raise fields.wrong("eos_token_id", value, "a token id or a list of them")
     return tuple(ids)
-
-
-def optional_id(fields: Fields, key: str) -> int | None:
-    value = fields.get(key)
-    if value is not None and not _is_id(value):
-        raise fields.wrong(key, value, "a token id or null")
-    return value
 
 
 def _dtype(fields: Fields) -> str:

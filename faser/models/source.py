@@ -18,7 +18,8 @@ import torch
 from faser.errors import ConfigError, ModelError
 from faser.models import draft as patches
 from faser.models import generation, gguf, weights
-from faser.models.config import ModelConfig, read_object
+from faser.models.config import ModelConfig
+from faser.models.fields import read_object
 from faser.models.gguf.tokenizer import read_vocabulary
 from faser.models.heads import DraftHead, HeadConfig, load_head, read_head_config
 from faser.models.heads.load import PICKLED_FILE

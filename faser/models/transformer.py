@@ -11,7 +11,7 @@ row-major.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from faser.errors import ConfigError
+from faser.models.allocation import Allocator, fill_random
 from faser.models.config import ModelConfig
 from faser.models.layers import rms_norm, rms_norm_heads_, rope_tables, silu_mul
 
@@ -197,34 +198,6 @@ def run_normed(
         hidden.add_(layer.out_bias)
     gate_up = F.linear(rms_norm(hidden, layer.mlp_norm, config.norm_eps), layer.gate_up)
     return torch.addmm(hidden, silu_mul(gate_up), layer.down.t())
-
-
-def fill_random(weights: Iterable[Tensor], norms: Iterable[Tensor], seed: int, std: float) -> None:
-    """Random weights of this standard deviation; those that are among `norms` are near 1."""
-    norm_ids, generator = {id(norm) for norm in norms}, None
-    for weight in weights:
-        generator = generator or torch.Generator(device=weight.device).manual_seed(seed)
-        centre, spread = (1.0, 0.1) if id(weight) in norm_ids else (0.0, std)
-        # Filled in storage order: filling a transposed matrix by its strides is slow.
-        (weight.t() if weight.dim() == 2 and not weight.is_contiguous() else weight).normal_(
-            centre, spread, generator=generator
-        )
-
-
-class Allocator:
-    """Allocates tensors; matrices in the storage order that is fast on the device."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype = dtype
-        self.device = device
-
-    def vector(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
-
-    def matrix(self, num_out: int, num_in: int) -> Tensor:
-        if self.device.type == "cpu":
-            return self.vector(num_in, num_out).t()
-        return self.vector(num_out, num_in)
 
 
 def empty_layer(config: ModelConfig, make: Allocator, num_inputs: int | None = None) -> Layer:

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from faser.errors import ModelError
+from faser.models.allocation import Allocator, fill_random
 from faser.models.heads.config import HeadConfig
 from faser.models.layers import rms_norm, rope_tables
-from faser.models.transformer import Allocator, Transformer, apply_head, empty_layer, fill_random
+from faser.models.transformer import Transformer, apply_head, empty_layer
 
 
 class DraftHead(ABC):
