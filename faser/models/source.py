@@ -18,7 +18,8 @@ import torch
 from faser.errors import ConfigError, ModelError
 from faser.models import draft as patches
 from faser.models import generation, gguf, weights
-from faser.models.config import ModelConfig, read_object
+from faser.models.config import ModelConfig
+from faser.models.fields import read_object
 from faser.models.gguf.tokenizer import read_vocabulary
 from faser.models.heads import DraftHead, HeadConfig, load_head, read_head_config
 from faser.models.heads.load import PICKLED_FILE
@@ -127,7 +128,7 @@ def open_draft(name: str, target: FolderSource | GgufSource) -> FolderSource | G
     """The named draft, checked against its target."""
     if gguf.is_gguf(name) and gguf.open_file(name).architecture == patches.ARCHITECTURE:
         patch = patches.read_patch(name, target.config)
-        return PatchSource(Path(name), replace(target.config, num_layers=len(patch.source_layers)), patch)
+        return PatchSource(Path(name), replace(target.config, num_layers=len(patch.source_layers), vision=None), patch)
     head = None if gguf.is_gguf(name) else _open_head(name, target.config)
     if head is not None:
         return head

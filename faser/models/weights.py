@@ -21,7 +21,8 @@ from torch import Tensor
 
 from faser.errors import ConfigError, MissingPackage, ModelError, UnsupportedModel
 from faser.extras import install_hint
-from faser.models.config import DTYPES, ModelConfig, read_object
+from faser.models.config import DTYPES, ModelConfig
+from faser.models.fields import read_object
 from faser.models.transformer import Layer, Transformer
 from faser.progress import Update
 

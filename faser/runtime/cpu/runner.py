@@ -152,9 +152,8 @@ class HeadRunner(Runner):
 
     def write_kv(self, rows: Rows, layer: int, kv: torch.Tensor) -> None:
         """Store keys, which are not rotated, and values: kv [R, 2 * num_kv_heads, head_dim]."""
-        positions = torch.from_numpy(rows.positions)
-        cos, sin = self._model.cos[positions].unsqueeze(1), self._model.sin[positions].unsqueeze(1)
-        rotate(kv[:, : self._model.config.num_kv_heads], cos, sin)
+        cos, sin = self._model.rotation(torch.from_numpy(rows.positions))
+        rotate(kv[:, : self._model.config.num_kv_heads], cos.unsqueeze(1), sin.unsqueeze(1))
         self._pages[layer].flatten(0, 1).index_copy_(0, self.entries(rows.owners, rows.positions), kv)
 
 
