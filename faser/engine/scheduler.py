@@ -306,6 +306,7 @@ class Scheduler:
         encoding = self._encode(slots, decoding)
         if self.vision is not None:
             pending = self.vision.limit(slots, start, pending)
+            decoding &= pending == 1  # a prompt may end with a picture that is not encoded yet
         drafting = self._plan_drafts(slots, start, pending, decoding)
         max_rows, num_judged = self.limits.max_batch_tokens, drafting.num_judged
         taken_seconds = drafting.catch_up_seconds + encoding.seconds
