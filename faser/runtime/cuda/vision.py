@@ -43,7 +43,7 @@ class CudaEyes:
     def encode(self, plan: VisionPlan) -> None:
         """Enqueue the encoding of a step's grids."""
         if plan.writes:
-            tokens = self._encoder.encode(plan.grids)
+            tokens = self._encoder.encode_together(plan.grids)
             where = send(np.concatenate([write.buffer_rows for write in plan.writes]), self._buffer.device)
             self._buffer.index_copy_(0, where, tokens)
 
@@ -129,7 +129,7 @@ def _angles_kernel(
     frequency = tl.arange(0, block)
     inside = frequency < half
     part = (frequency >= height_from).to(tl.int32) + (frequency >= width_from).to(tl.int32)
-    given = inside & (index < num_prompt)
+    given = tl.where(inside, num_prompt, 0) > index
     place = tl.load(prompts + slot * prompt_stride + index * 3 + part, mask=given, other=0)
     place = tl.where(given, place, index + offset).to(tl.int64)
     own = row.to(tl.int64) * half + frequency
