@@ -118,7 +118,9 @@ def _load_sources(model: str | None, draft: str | None, options: EngineOptions) 
 
 
 def _load(role: str, source: FolderSource | GgufSource, options: EngineOptions, device: Device) -> Transformer:
-    most = min(source.config.max_positions, options.max_model_len or source.config.max_positions)
+    most = source.config.max_positions
+    if not source.config.rope.sections:  # positions in time may run ahead of the context
+        most = min(most, options.max_model_len or most)
     dtype = _dtype(options, source.config, device)
     with _loading(role, dtype) as update:
         return source.load(dtype, most, update, device.name)
