@@ -25,7 +25,8 @@ WITHOUT_TORCH = [
     "faser.text.chat", "faser.text.stream", "faser.cli.arguments", "faser.cli.terminal", "faser.cost.profile",
     "faser.cli.profile", "faser.text.grammar", "faser.bench.command", "faser.bench.remote", "faser.bench.systems",
     "faser.bench.report.page", "faser.bench.simulate", "faser.models.generation", "faser.vllm", "faser.vllm.patches",
-    "faser.vllm.scheduling", "faser.vllm.dashboard",
+    "faser.vllm.scheduling", "faser.vllm.dashboard", "faser.media.prepare", "faser.media.placement",
+    "faser.media.fetch",
 ]  # fmt: skip
 # Modules that need numpy and nothing else: a plugin for another engine uses them.
 WITH_NUMPY_ALONE = [

@@ -1,0 +1,174 @@
+"""From the bytes of a video to the frames that a model sees.
+
+Knows which frames are sampled, and bounds the work and the memory. Knows nothing of patches.
+
+A video is read twice: once without decoding, for the times of its frames, and once to decode. Frames that are not
+sampled are neither converted to RGB nor kept.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from av.video.frame import VideoFrame
+from numpy.typing import NDArray
+
+from faser.arrays import FloatArray, IntArray
+from faser.errors import InvalidRequest
+from faser.media.containers import check_whole
+from faser.media.limits import MediaLimits
+from faser.media.options import DEFAULT_FPS, VideoOptions
+from faser.media.reader import Clock, FrameReader, Pixels, to_rgb
+
+MIN_FRAMES = 4  # that are sampled by fps, if the video has them
+MAX_MISSING = 1.0  # seconds at the end for which the last frame may stand in
+ROUNDING = 1e-6  # seconds: what two ways to compute one time may differ by
+
+Resize = Callable[[Pixels, int], Pixels]  # a frame, and how many of them there will be
+
+
+@dataclass(frozen=True, eq=False)
+class VideoFrames:
+    """Sampled frames of one video."""
+
+    frames: NDArray[np.uint8]  # [n, height, width, 3] RGB
+    seconds: FloatArray  # [n] since the video's start
+    fps: float  # sampled frames a second: n / the video's duration
+
+
+def decode_video(
+    data: bytes,
+    options: VideoOptions,
+    limits: MediaLimits,
+    *,
+    frames_per_grid: int = 2,
+    resize: Resize | None = None,
+    clock: Clock = time.monotonic,
+) -> VideoFrames:
+    """Frames at options.fps, or options.num_frames of them, or DEFAULT_FPS; whole grids, if the video is that long.
+
+    `resize` makes a frame smaller as soon as it is decoded, so that full ones are never kept.
+    """
+    if len(data) > limits.max_bytes:
+        raise InvalidRequest(f"video of {len(data)} bytes: expected at most {limits.max_bytes}; send a smaller one")
+    check_whole(data)
+    deadline = clock() + limits.max_decode_seconds
+    with FrameReader(io.BytesIO(data), limits, deadline=deadline, clock=clock) as reader:
+        times = _frame_times(reader, limits)
+    duration = _duration(times)
+    indices = _sample(times, duration, options, limits, frames_per_grid)
+    with FrameReader(io.BytesIO(data), limits, deadline=deadline, clock=clock) as reader:
+        frames, seconds = _collect(reader, times[indices], resize, limits)
+    return VideoFrames(frames, seconds, len(indices) / duration)
+
+
+# ---- which frames ----
+
+
+def _frame_times(reader: FrameReader, limits: MediaLimits) -> FloatArray:
+    """[frames] seconds at which each is shown, ascending from 0."""
+    given = reader.packet_times()
+    if not given:
+        raise InvalidRequest("video without frames: expected at least one; it is damaged or was cut")
+    known = [seconds for seconds in given if seconds is not None]
+    times = np.sort(np.array(known)) if len(known) == len(given) else np.arange(len(given)) / reader.fps
+    if times[-1] - times[0] > limits.max_video_seconds:
+        raise InvalidRequest(
+            f"video of {times[-1] - times[0]:.0f} s: expected at most {limits.max_video_seconds:g} s; send a part of it"
+        )
+    return np.maximum(times, 0.0)
+
+
+def _duration(times: FloatArray) -> float:
+    """Seconds that all frames are shown; the last as long as the others on average."""
+    span = float(times[-1] - times[0])
+    return span * len(times) / (len(times) - 1) if span > 0 else len(times) / DEFAULT_FPS
+
+
+def num_sampled(total: int, duration: float, options: VideoOptions, max_frames: int, frames_per_grid: int) -> int:
+    """How many of `total` frames are sampled: whole grids, or all frames of a video that is shorter than a grid."""
+    most = min(max_frames, total) // frames_per_grid * frames_per_grid
+    if options.num_frames is not None:
+        wanted = round(options.num_frames / frames_per_grid) * frames_per_grid
+    else:
+        wanted = math.floor(max(duration * (options.fps or DEFAULT_FPS), MIN_FRAMES) / frames_per_grid + ROUNDING)
+        wanted *= frames_per_grid
+    return min(max(wanted, frames_per_grid), most) or total
+
+
+def _sample(
+    times: FloatArray, duration: float, options: VideoOptions, limits: MediaLimits, frames_per_grid: int
+) -> IntArray:
+    """Indices of frames, evenly spaced in time."""
+    if options.num_frames is not None and options.num_frames > limits.max_frames:
+        raise InvalidRequest(f"num_frames={options.num_frames}: expected at most {limits.max_frames}")
+    total = len(times)
+    num_frames = num_sampled(total, duration, options, limits.max_frames, frames_per_grid)
+    even = np.arange(total) * duration / total
+    if np.abs(times - times[0] - even).max() * total <= duration / 2:  # no frame is half a frame early or late
+        return np.arange(num_frames) * total // num_frames
+    wanted = times[0] + np.arange(num_frames) * duration / num_frames
+    indices: IntArray = np.searchsorted(times, wanted + ROUNDING, side="right") - 1
+    return indices
+
+
+# ---- decoding ----
+
+
+def _collect(
+    reader: FrameReader, wanted: FloatArray, resize: Resize | None, limits: MediaLimits
+) -> tuple[NDArray[np.uint8], FloatArray]:
+    frames: list[Pixels] = []
+    seconds: list[float] = []
+    for shown, frame in _frames_for(reader, wanted.tolist()):
+        if resize is not None:
+            frame = resize(frame, len(wanted))
+        if frames and frame.shape != frames[0].shape:
+            raise InvalidRequest("video whose frames change their size: expected one size; encode it again")
+        if frame.shape[0] * frame.shape[1] * len(wanted) > limits.max_video_pixels:
+            raise _too_many_pixels(frame, len(wanted), limits)
+        frames.append(frame)
+        seconds.append(shown)
+    return np.stack(frames), np.array(seconds)
+
+
+def _frames_for(reader: FrameReader, wanted: Sequence[float]) -> Iterator[tuple[float, Pixels]]:
+    """For each wanted time, the first frame at or behind it. At the end the last frame stands in for missing ones."""
+    pending = iter(wanted)
+    next_time: float | None = next(pending)
+    last = None
+    for seconds, frame in reader.decoded():
+        last = (seconds, frame)
+        if next_time is None:
+            return
+        if next_time > seconds + ROUNDING:
+            continue
+        pixels = to_rgb(frame)
+        while next_time is not None and next_time <= seconds + ROUNDING:
+            yield seconds, pixels
+            next_time = next(pending, None)
+    yield from _stand_in(last, [] if next_time is None else [next_time, *pending])
+
+
+def _stand_in(last: tuple[float, VideoFrame] | None, missing: Sequence[float]) -> Iterator[tuple[float, Pixels]]:
+    """Files may count frames that are never shown. More than MAX_MISSING of them is damage."""
+    if not missing:
+        return
+    if last is None or missing[-1] - last[0] > MAX_MISSING:
+        raise InvalidRequest("video whose frames cannot all be decoded: it is damaged; encode it again")
+    pixels = to_rgb(last[1])
+    for _ in missing:
+        yield last[0], pixels
+
+
+def _too_many_pixels(frame: Pixels, num_frames: int, limits: MediaLimits) -> InvalidRequest:
+    height, width, _ = frame.shape
+    return InvalidRequest(
+        f"{num_frames} frames of {width} × {height} pixels: expected at most {limits.max_video_pixels} pixels together;"
+        " ask for fewer frames (fps, num_frames) or smaller ones (max_pixels)"
+    )
