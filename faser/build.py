@@ -25,8 +25,9 @@ from faser.engine.pages import PagePool
 from faser.engine.prompt_pace import StepPace
 from faser.engine.residency import Residency
 from faser.engine.scheduler import Scheduler
+from faser.engine.vision import BLOCK_ROWS
 from faser.errors import ConfigError, ModelError
-from faser.limits import HARD_MAX_LENGTH, HeadLimits, Limits
+from faser.limits import HARD_MAX_LENGTH, HeadLimits, Limits, VisionLimits
 from faser.models import weights
 from faser.models.config import ModelConfig
 from faser.models.draft import apply_patch
@@ -431,7 +432,14 @@ def _limits(options: EngineOptions, device: Device, target: Transformer, draft: 
         _max_model_len(options, target.max_positions),
         draft.max_positions if draft is not None else None,
         _head_limits(draft) if isinstance(draft, DraftHead) else None,
+        _vision_limits(options, target) if target.vision is not None else None,
     )
+
+
+def _vision_limits(options: EngineOptions, target: Transformer) -> VisionLimits:
+    """The buffer holds no fewer tokens than its smallest part."""
+    row_bytes = target.config.hidden_size * target.dtype.itemsize
+    return VisionLimits(max(BLOCK_ROWS, options.vision_memory // row_bytes), target.max_positions)
 
 
 def _head_limits(head: DraftHead) -> HeadLimits:

@@ -64,6 +64,7 @@ class EngineOptions:
     page_size: int = 16  # tokens
     kv_memory: int | None = None  # bytes for the KV pages of target and draft; None: the device's choice
     num_pages: int | None = None  # pages of each pool, instead of kv_memory
+    vision_memory: int = 256 * 2**20  # bytes for encoded pictures, of a model that sees
     prefix_caching: bool = True
     # Accept drafted tokens with this probability, or with these by position: wrong text at real cost. Positions beyond
     # the last have its probability.
@@ -75,7 +76,10 @@ class EngineOptions:
     profiling: str = "quick"  # without a saved profile: quick (the rest is measured when idle), full, or none
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "max_batch_tokens", "max_model_len", "page_size", "kv_memory", "num_pages"):
+        names = (
+            "max_running", "max_batch_tokens", "max_model_len", "page_size", "kv_memory", "num_pages", "vision_memory",
+        )  # fmt: skip
+        for name in names:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}={value!r}: expected an integer of at least 1")

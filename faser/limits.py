@@ -24,6 +24,14 @@ class HeadLimits:
 
 
 @dataclass(frozen=True)
+class VisionLimits:
+    """What a target that sees asks of a plan."""
+
+    buffer_rows: int  # encoded tokens that the executor keeps
+    max_positions: int  # of the rotary embedding: M-RoPE positions may run ahead of the context
+
+
+@dataclass(frozen=True)
 class Limits:
     """The sizes a scheduler and its executor agree on."""
 
@@ -32,6 +40,7 @@ class Limits:
     max_model_len: int  # tokens of one request, prompt and output
     draft_max_len: int | None = None  # tokens of context the draft model can read; longer requests do not draft
     head: HeadLimits | None = None  # of the draft, if it is a head
+    vision: VisionLimits | None = None  # of the target, if it sees
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_running <= self.max_batch_tokens:

@@ -17,6 +17,7 @@ from faser.request import SamplingParams, TokenLogprobs
 from faser.rules.early_exit import ExitReadings, ExitRule
 from faser.rules.overlap import OverlapPlan
 from faser.rules.stopping import Stopping
+from faser.vision import Grid, Vision
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Admission:
     params: SamplingParams
     seed: int
     stop_ids: frozenset[int]
+    vision: Vision | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,32 @@ class PageMoves:
 
     sources: IntArray
     destinations: IntArray
+
+
+@dataclass(frozen=True)
+class GridWrite:
+    """A grid to encode, and where its tokens go: rows of the executor's buffer of encoded tokens."""
+
+    grid: Grid
+    buffer_rows: IntArray  # [tokens of the grid]
+
+
+@dataclass(frozen=True)
+class VisionPlan:
+    """The grids that a step encodes before anything else, and the context rows that are encoded tokens.
+
+    E context rows of the target enter as rows of the buffer, not as embeddings of their token ids.
+    """
+
+    writes: tuple[GridWrite, ...]
+    slots: IntArray  # [E]
+    positions: IntArray  # [E] index in the context
+    buffer_rows: IntArray  # [E]
+
+    @property
+    def grids(self) -> list[Grid]:
+        """Those that the step encodes."""
+        return [write.grid for write in self.writes]
 
 
 @dataclass(frozen=True)
@@ -80,6 +108,7 @@ class StepPlan:
     exits: ExitRule | None = None  # drafts may be dropped during the verification, by this rule
     overlap: OverlapPlan | None = None  # drafts of an earlier step, and drafting beside the verification
     moves: PageMoves | None = None  # the target's pool shrinks (faser/engine/residency.py)
+    vision: VisionPlan | None = None  # pictures to encode, and rows that are encoded tokens
 
     @cached_property
     def samples(self) -> BoolArray:
@@ -214,9 +243,11 @@ class StepSeconds:
     draft: float = 0.0
     verify: float = 0.0
     hidden: float = 0.0  # in which both ran
+    encode: float = 0.0  # of the vision encoder, before both
 
     @property
     def total(self) -> float:
+        """Of target and draft."""
         return self.draft + self.verify - self.hidden
 
 

@@ -18,13 +18,14 @@ from faser.engine.pages import PagePool
 from faser.engine.prompt_pace import StepPace
 from faser.engine.scheduler import Scheduler
 from faser.errors import MoveError
-from faser.limits import HeadLimits, Limits
+from faser.limits import HeadLimits, Limits, VisionLimits
 from faser.policy import BatchView, Policy
 from faser.policy.overlap import Chunks, Overlap
 from faser.policy.residency import ExpectedGain, ResidencyRule, ResidencyView
 from faser.request import Progress, Request, SamplingParams
 from faser.rules.stopping import Stopping
-from faser.step import PageMoves, PageWrites, Settling, StepPlan, StepResult, StepSeconds
+from faser.step import Admission, PageMoves, PageWrites, Settling, StepPlan, StepResult, StepSeconds
+from faser.vision import Grid, Vision
 
 VOCABULARY = 5
 SEED = 7
@@ -44,6 +45,20 @@ def hash_of(tokens: Sequence[int]) -> int:
 
 def next_token(prefix: int, seed: int) -> int:
     return hash((prefix, seed)) % VOCABULARY
+
+
+def picture_word(grid: Grid, token: int) -> int:
+    """What stands for a token of a picture: it depends on the pixels alone."""
+    return hash((grid.name, token)) & 0x7FFF_FFFF_FFFF_FFFF
+
+
+def seen_prompt(prompt: Sequence[int], vision: Vision | None) -> list[int]:
+    """The prompt with what its placeholder tokens stand for."""
+    words = [int(token) for token in prompt]
+    if vision is not None:
+        for grid, start in zip(vision.grids, vision.starts.tolist(), strict=True):
+            words[start : start + grid.num_tokens] = [picture_word(grid, i) for i in range(grid.num_tokens)]
+    return words
 
 
 def expected_output(prompt: Sequence[int], seed: int, max_tokens: int) -> list[int]:
@@ -128,11 +143,14 @@ class OracleExecutor:
         none = np.zeros(limits.max_running, dtype=np.bool_)
         self.settling = Settling(none.astype(np.int64), none, none.copy())  # of each slot's latest step
         self.stops = False  # whether drafts end at random before their length
+        self.encoded: dict[int, int] = {}  # what the rows of the buffer of encoded tokens hold
+        self.num_encoded = 0  # grids
+        self.pictures: dict[int, Vision | None] = {}  # by slot
 
     def execute(self, plan: StepPlan) -> StepResult:
         for new in plan.admitted:
-            self.history[new.slot, : new.token_ids.size] = new.token_ids
-            self.seeds[new.slot] = new.seed
+            self._admit(new)
+        self._see(plan)
         plan = plan.settle(self.settling[plan.slots])
         if plan.moves is not None:
             self.target.move(plan.moves)
@@ -156,6 +174,28 @@ class OracleExecutor:
         for mine, theirs in zip(fields(self.settling), fields(came), strict=True):
             getattr(self.settling, mine.name)[plan.slots] = getattr(came, theirs.name)
         return result
+
+    def _admit(self, new: Admission) -> None:
+        self.history[new.slot, : new.token_ids.size] = seen_prompt(new.token_ids.tolist(), new.vision)
+        self.seeds[new.slot] = new.seed
+        self.pictures[new.slot] = new.vision
+
+    def _see(self, plan: StepPlan) -> None:
+        """Encode what the plan says; every row of a picture must then be given the right row of the buffer."""
+        given: dict[tuple[int, int], int] = {}
+        if plan.vision is not None:
+            for write in plan.vision.writes:
+                assert max(write.buffer_rows) < self.limits.vision.buffer_rows
+                self.encoded |= {row: picture_word(write.grid, i) for i, row in enumerate(write.buffer_rows.tolist())}
+                self.num_encoded += 1
+            places = zip(plan.vision.slots.tolist(), plan.vision.positions.tolist(), strict=True)
+            given = dict(zip(places, plan.vision.buffer_rows.tolist(), strict=True))
+        for slot, start, count in zip(plan.slots.tolist(), plan.start.tolist(), plan.num_rows.tolist(), strict=True):
+            vision = self.pictures.get(slot)
+            for i in range(len(vision.grids) if vision is not None else 0):
+                for place in range(max(start, vision.starts[i]), min(start + count, vision.ends[i])):
+                    assert self.encoded[given.pop((slot, place))] == self.history[slot, place], "another picture"
+        assert not given, "rows that are no pictures"
 
     def agrees(self, position: int) -> bool:
         """Whether the draft of that token is right."""
@@ -313,13 +353,42 @@ class RandomStops(RandomLengths):
         return Stopping(rates, self.random.random(self.most + 1), 0.7, (1.0, 1.0))
 
 
-def make_request(name: str, prompt: Sequence[int], max_tokens: int = 8, **params: object) -> Request:
+def make_request(
+    name: str, prompt: Sequence[int], max_tokens: int = 8, vision: Vision | None = None, **params: object
+) -> Request:
     return Request(
         id=name,
         prompt_token_ids=tuple(int(token) for token in prompt),
         params=SamplingParams(max_tokens=max_tokens, **params),  # type: ignore[arg-type]
         seed=SEED,
+        vision=vision,
     )
+
+
+PICTURE_TOKEN = 4  # the id of placeholder tokens
+
+
+def make_grid(pixel: int, num_tokens: int, width: int | None = None) -> Grid:
+    """A grid of one colour with this number of groups, each of one patch of one pixel."""
+    patches = np.full((num_tokens, 3, 1, 1, 1), pixel, dtype=np.uint8)
+    return Grid(patches, 1, num_tokens if width is None else width, 1)
+
+
+def make_picture_request(
+    name: str, parts: Sequence[Sequence[int] | Grid], max_tokens: int = 8, shift: int = 0, **params: object
+) -> Request:
+    """A prompt of tokens and grids, in order. `shift`: positions of everything behind the first grid move by it."""
+    prompt: list[int] = []
+    grids, starts = [], []
+    for part in parts:
+        if isinstance(part, Grid):
+            grids.append(part)
+            starts.append(len(prompt))
+        prompt += [PICTURE_TOKEN] * part.num_tokens if isinstance(part, Grid) else list(part)
+    positions = np.repeat(np.arange(len(prompt))[:, None], 3, axis=1)
+    positions[starts[0] + 1 :] += shift
+    vision = Vision(tuple(grids), np.array(starts), positions)
+    return make_request(name, prompt, max_tokens, vision, **params)
 
 
 class World:
@@ -340,12 +409,13 @@ class World:
         caching: bool = True,
         draft_max_len: int | None = None,
         head: HeadLimits | None = None,
+        vision: VisionLimits | None = None,
         overlap: Overlap | None = None,
         pace: StepPace | None = None,
         seconds: Callable[[StepPlan], StepSeconds] = lambda plan: StepSeconds(),
     ) -> None:
         self.seconds = seconds  # of a step; the pace learns from them
-        self.limits = Limits(max_running, max_batch_tokens, max_model_len, draft_max_len, head)
+        self.limits = Limits(max_running, max_batch_tokens, max_model_len, draft_max_len, head, vision)
         most_pages = num_pages + pages_gained
         self.target = PagePool(num_pages, page_size, max_running, max_model_len, caching, most_pages)
         self.draft = (

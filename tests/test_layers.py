@@ -18,7 +18,7 @@ LAYERS = (
     ("engine",),
     ("text", "media", "models"),
     ("runtime",),
-    ("config", "build", "llm"),
+    ("config", "build", "llm", "watch"),
     ("traffic",),
     ("sim",),
     ("bench",),

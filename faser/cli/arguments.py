@@ -22,7 +22,7 @@ POLICIES = "faser, off, fixed:K, table:64=3/128=1, goodput, ema, adaspec, tetris
 # Options that a shell completes with file names.
 FILE_DESTINATIONS = (
     "model", "draft", "chat_template", "trace", "workload", "save_workload", "prompts", "out", "report",
-    "profile",
+    "profile", "video",
 )  # fmt: skip
 
 
@@ -103,6 +103,10 @@ def _add_engine_sizes(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
         "--kv-memory", type=float, metavar="GIB",
         help="memory for the KV pages of both models, at least enough for 256 tokens; default: the device's choice",
     )  # fmt: skip
+    add(
+        "--vision-memory", type=float, default=0.25, metavar="GIB",
+        help="memory for encoded pictures, of a model that sees: frames in it are not encoded again",
+    )  # fmt: skip
     return engine
 
 
@@ -147,6 +151,7 @@ def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
     return {
         **{name: getattr(args, name) for name in names},
         "kv_memory": None if args.kv_memory is None else _num_bytes("--kv-memory", args.kv_memory, 2**30),
+        "vision_memory": _num_bytes("--vision-memory", args.vision_memory, 2**30),
         "prefix_caching": not args.no_prefix_caching,
     }
 
@@ -161,6 +166,7 @@ def add_generation_config(parser: argparse.ArgumentParser | argparse._ArgumentGr
 # For fields that neither the command line nor the model's generation_config.json gives.
 CHAT_SAMPLING: dict[str, Any] = {"max_tokens": 512, "temperature": 0.3, "top_p": 0.9}
 GENERATE_SAMPLING: dict[str, Any] = {"max_tokens": 64, "temperature": 0.0, "top_p": 1.0}
+WATCH_SAMPLING: dict[str, Any] = {"max_tokens": 32, "temperature": 0.0, "top_p": 1.0}
 
 
 def add_sampling(parser: argparse.ArgumentParser, fallback: dict[str, Any]) -> None:
@@ -230,6 +236,24 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     add_chat_template(parser)
     add_engine(parser)
     add_sampling(parser, GENERATE_SAMPLING)
+
+
+def add_watch(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Ask a model that sees the same question about every window of a video. Windows overlap, and each frame is "
+        "encoded once. Prints a line per window: its time, the answer, and the milliseconds of each stage."
+    )
+    add = parser.add_argument
+    add("video", help="a video file: MP4, MOV, Matroska, WebM, AVI, MPEG-TS, GIF, raw H.264 or HEVC")
+    add("question", help="what to ask about each window")
+    add("--window", type=int, default=16, metavar="N", help="frames that one answer is about; default: 16")
+    add("--stride", type=int, default=4, metavar="N", help="frames from one answer to the next; default: 4")
+    add("--fps", type=float, default=2.0, metavar="F", help="frames a second that the model sees; default: 2")
+    add("--max-pixels", type=int, metavar="N", help="pixels of a frame, after resizing; default: the model's bound")
+    add("--json", action="store_true", help="one JSON document per window instead of text")
+    add_chat_template(parser)
+    add_engine(parser)
+    add_sampling(parser, WATCH_SAMPLING)
 
 
 def add_completion(parser: argparse.ArgumentParser) -> None:

@@ -84,6 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("serve", _serve, arguments.add_server, "serve the OpenAI API over HTTP"),
         ("chat", _chat, arguments.add_chat, "talk to the model in the terminal"),
         ("generate", _generate, arguments.add_generate, "continue prompts and print the text"),
+        ("watch", _watch, arguments.add_watch, "ask about a video, window by window"),
         ("bench", _bench, arguments.add_bench, "measure policies, or a server, under realistic traffic"),
         ("profile", _profile, arguments.add_profile, "measure what forwards cost on this machine"),
         ("simulate", _simulate, arguments.add_simulate, "play traffic through simulated GPUs, from one to thousands"),
@@ -176,6 +177,22 @@ def _generate(args: argparse.Namespace) -> int:
 
         print(summary(llm.stats), file=sys.stderr)
     return FAILED if any(output.error is not None for output in outputs) else 0
+
+
+def _watch(args: argparse.Namespace) -> int:
+    require("engine")
+    require("vision")
+    params = arguments.sampling_params(args, _sampling_defaults(args, arguments.WATCH_SAMPLING))
+    from faser.cli.watch import print_answers
+    from faser.media.options import PictureOptions
+    from faser.media.reader import FrameReader
+    from faser.watch import Watcher, WatchOptions
+
+    pictures = PictureOptions(max_pixels=args.max_pixels)
+    options = WatchOptions(args.window, args.stride, args.fps, pictures)
+    with FrameReader(args.video) as reader, _make_chat_llm(args) as llm:
+        print_answers(Watcher(llm, args.question, options, params).watch(reader), args.json)
+    return 0
 
 
 def _make_llm(args: argparse.Namespace, chat_template: ChatTemplate | None = None) -> LLM:

@@ -138,7 +138,7 @@ class Engine:
         if plan is None:
             return False
         executed = self._with_exits(plan)
-        predicted = self.cost.predict(plan)
+        predicted = self._predict(plan)
         planned = self._clock()
         if self._async is not None:
             self._async.submit(executed)
@@ -162,20 +162,25 @@ class Engine:
         started = max(step.started, self._last_ended)  # a step planned ahead begins when the one before it ends
         self._last_ended = ended
         drafted = plan.as_drafted(result)
-        predicted = step.predicted if drafted is plan else self.cost.predict(drafted)
+        predicted = step.predicted if drafted is plan else self._predict(drafted)
         self._learn(step.executed, drafted, result, ended - started)
         planned = started + step.planned - step.started
         self.stats.record(drafted, result, progress, started=started, planned=planned, ended=ended, predicted=predicted)
         return progress
 
+    def _predict(self, plan: StepPlan) -> float | None:
+        """Seconds of a step, as far as they are known."""
+        seconds, pace = self.cost.predict(plan), self.scheduler.drafts.pace
+        return seconds + pace.seconds_to_encode(plan) if seconds is not None and pace is not None else seconds
+
     def _learn(self, executed: StepPlan, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """Tell the cost model, the pace and the policy what a step took and brought; `plan` has its true numbers."""
-        is_trial = self._learn_exits(executed, plan, result)
+        is_trial, without_encoding = self._learn_exits(executed, plan, result), seconds - result.seconds.encode
         if not is_trial:  # a trial takes longer than other steps
-            self.cost.learn(plan, result.seconds, seconds)
+            self.cost.learn(plan, result.seconds, without_encoding)
             if self.scheduler.drafts.pace is not None:
                 self.scheduler.drafts.pace.learn(plan, result.seconds, seconds)
-        self.scheduler.drafts.teach_policy(plan, result, seconds)
+        self.scheduler.drafts.teach_policy(plan, result, without_encoding)
 
     def abandon(self, reason: FinishReason = FinishReason.FAILED) -> list[Progress]:
         """End every open request; the engine is then empty and usable again."""

@@ -26,9 +26,12 @@ from faser.step import PageMoves, PageWrites
 NO_WRITES = PageWrites(NONE, NONE, NONE)
 
 
-def page_hash(previous: bytes, tokens: IntArray) -> bytes:
-    """The name of a full page: its tokens and, through `previous`, all tokens before it."""
-    return blake2b(previous + tokens.tobytes(), digest_size=16).digest()
+def page_hash(previous: bytes, tokens: IntArray, salt: bytes = b"") -> bytes:
+    """The name of a full page: its tokens and, through `previous`, all tokens before it.
+
+    `salt` says what else its content depends on: the pictures that tokens stand for.
+    """
+    return blake2b(previous + tokens.tobytes() + salt, digest_size=16).digest()
 
 
 class PagePool:

@@ -130,7 +130,8 @@ class Prefixes:
         return (waiting.token_ids.size - 1) // self._size
 
     def _name_pages(self, request: OpenRequest, tokens: IntArray, num_tokens: int) -> None:
-        names, size = request.page_names, self._size
+        names, size, vision = request.page_names, self._size, request.request.vision
         for column in range(len(names), num_tokens // size):
-            previous = names[-1] if names else b""
-            names.append(page_hash(previous, tokens[column * size : (column + 1) * size]))
+            previous, start, stop = names[-1] if names else b"", column * size, (column + 1) * size
+            salt = vision.page_salt(start, stop) if vision is not None else b""
+            names.append(page_hash(previous, tokens[start:stop], salt))

@@ -20,10 +20,12 @@ import numpy as np
 
 from faser.arrays import IntArray
 from faser.step import StepPlan, StepSeconds
+from faser.vision import Grid
 
 OLDEST_SHARE = 0.25  # of a step's room for prompts, kept for the oldest prompt
 ALONE = 2.0  # times the bound, where no request decodes: no stream stalls, and larger steps waste less
 CATCH_UP_SHARE = 0.5  # of the spare seconds, for a draft that catches up while prompts wait
+ENCODING_SHARE = 0.5  # of the spare seconds, for the vision encoder: encoded tokens then need prompt rows
 KEPT_UP = 16  # rows that the draft may lag and still has kept up: they cost about as much as one row
 
 MIN_FILLED = 512  # rows of a step from which on every further row takes time
@@ -202,23 +204,26 @@ class Pace:
 
 
 class StepPace:
-    """Bounds the seconds of a step: the target's prompt rows, and the rows with which the draft catches up."""
+    """Bounds the seconds of a step: prompt rows of the target, rows with which the draft catches up, and pictures."""
 
     def __init__(self, max_seconds: float, pacing: Pacing) -> None:
         self.max_seconds = max_seconds
         self.prompts = Pace(pacing.first_rows)
         self.catch_up = Pace(pacing.first_rows)
+        self.encoding = Pace(pacing.first_rows)  # of the vision encoder: rows are patches
         self.row_sizes = pacing.row_sizes
         self._least_rows = pacing.least_rows
 
     def learn(self, plan: StepPlan, spent: StepSeconds, seconds: float) -> None:
         """A step took `seconds`, of which the executor measured `spent`."""
         drafting = max(0.0, spent.draft - spent.hidden)
-        self.prompts.learn(*_prompt_work(plan), seconds - drafting)
+        self.prompts.learn(*_prompt_work(plan), seconds - drafting - spent.encode)
+        if plan.vision is not None and plan.vision.writes:
+            self.encoding.learn(*encoding_work(plan.vision.grids), spent.encode)
         self.catch_up.learn(*catch_up_work(plan.draft_rows, plan.draft_start, plan.lengths), drafting)
 
     def prompt_room(self, rows: int, is_alone: bool, taken: float = 0.0) -> Room:
-        """Room for prompts, beside `taken` seconds of catching up. `is_alone`: no request decodes in this step."""
+        """Room for prompts, beside `taken` seconds of other work. `is_alone`: no request decodes in this step."""
         return self.prompts.room(rows, self._spare(is_alone) - taken, self._least_rows)
 
     def catch_up_room(self, rows: int, beside_prompts: bool) -> Room:
@@ -226,15 +231,23 @@ class StepPace:
         seconds = self._spare(is_alone=False) * (CATCH_UP_SHARE if beside_prompts else 1.0)
         return self.catch_up.room(rows, seconds, self._least_rows)
 
+    def seconds_to_encode(self, plan: StepPlan) -> float:
+        """Expected seconds of the vision encoder in a step."""
+        return self.encoding.seconds(*encoding_work(plan.vision.grids)) if plan.vision is not None else 0.0
+
+    def encoding_seconds(self, is_alone: bool) -> float:
+        """Seconds that a step has for the vision encoder: prompt rows get the rest."""
+        return ENCODING_SHARE * self._spare(is_alone)
+
     def _spare(self, is_alone: bool) -> float:
         spare = self.max_seconds * (ALONE if is_alone else 1.0) - self.prompts.base - self.catch_up.base
         # On a slow machine, too, prompt rows may take half of a step without streams.
         return max(spare, self.prompts.base) if is_alone else spare
 
 
-def prompt_room(pace: StepPace | None, rows: int, is_alone: bool, catch_up_seconds: float = 0.0) -> Room:
-    """What a step has for prompts, beside a draft that catches up. Without a pace only rows are bounded."""
-    return Room(rows) if pace is None else pace.prompt_room(rows, is_alone, catch_up_seconds)
+def prompt_room(pace: StepPace | None, rows: int, is_alone: bool, taken_seconds: float = 0.0) -> Room:
+    """What a step has for prompts, beside `taken_seconds` of other work. Without a pace only rows are bounded."""
+    return Room(rows) if pace is None else pace.prompt_room(rows, is_alone, taken_seconds)
 
 
 def share_rows(
@@ -243,23 +256,24 @@ def share_rows(
     start: IntArray,
     pending: IntArray,
     num_judged: int = 0,
-    catch_up_seconds: float = 0.0,
+    taken_seconds: float = 0.0,
 ) -> IntArray:
     """Rows of each request [B] in a step of `max_rows`, of which `num_judged` are rows of drafts.
 
-    `start` are the context rows that a request has computed, `pending` those it has not. A request with one pending row
-    decodes and gets it. The others have prompts, which share what is left.
+    `start` are the context rows that a request has computed, `pending` those that it can compute now. A request with
+    one pending row gets it: most of these decode. The others have prompts, which share what is left beside
+    `taken_seconds` of other work.
     """
     reads = pending > 1
     if not reads.any():
         return pending
-    num_others = int(np.count_nonzero(~reads))
-    room = prompt_room(pace, max_rows - num_others - num_judged, num_others == 0, catch_up_seconds)
+    num_others = int(np.count_nonzero(pending == 1))
+    room = prompt_room(pace, max_rows - num_others - num_judged, num_others == 0, taken_seconds)
     left = pending[reads].tolist()
     shared = share(room, left, start[reads].tolist())
     if pace is not None and pace.row_sizes:
         shared = fill_size(shared, left, num_others + num_judged, pace.row_sizes)
-    rows = np.ones_like(pending)
+    rows = np.minimum(pending, 1)
     rows[reads] = shared
     return rows
 
@@ -271,6 +285,12 @@ def _prompt_work(plan: StepPlan) -> tuple[int, float]:
     reads = (plan.num_rows > 1) | ~plan.samples
     rows, start = plan.num_rows[reads], plan.start[reads]
     return int(rows.sum()), float(np.dot(rows, start + rows / 2))
+
+
+def encoding_work(grids: Sequence[Grid]) -> tuple[int, float]:
+    """Patches of grids, and pairs of patches that attend to each other."""
+    patches = [len(grid.patches) for grid in grids]
+    return sum(patches), float(sum(number**2 for number in patches))
 
 
 def catch_up_work(rows: IntArray, start: IntArray, lengths: IntArray) -> tuple[int, float]:

@@ -1,9 +1,9 @@
 """Who runs in each step, on which pages, drafting how much: `plan` before the step, `commit` after it.
 
 Puts together the queue (admission.py), the running requests (slots.py), their drafts (drafting.py), the plans in flight
-(ahead.py), the prefix cache (prefixes.py) and what requests are told (reporter.py). Knows nothing of tensors or clocks.
-There are no phases: a request has tokens the target has not computed, and prefill, decode and verification differ only
-in how many.
+(ahead.py), the prefix cache (prefixes.py), pictures (vision.py) and what requests are told (reporter.py). Knows nothing
+of tensors or clocks. There are no phases: a request has tokens the target has not computed, and prefill, decode and
+verification differ only in how many.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from faser.engine.prefixes import Prefixes
 from faser.engine.prompt_pace import StepPace, prompt_room, share_rows
 from faser.engine.reporter import Reporter
 from faser.engine.slots import OpenRequest, OutputChecker, SlotTable
+from faser.engine.vision import Encoding, VisionPlanner, check_vision
 from faser.errors import EngineError, InvalidRequest
 from faser.limits import Limits
 from faser.policy import Policy
@@ -75,6 +76,7 @@ class Scheduler:
         self._queue = AdmissionQueue(self._slots, target_pages, self.prefixes)
         self.drafts = DraftPlanner(limits, policy, self._slots, target_pages, draft_pages, self.prefixes)
         self._in_flight = PlansInFlight(self._slots, self.drafts)
+        self.vision = VisionPlanner(limits.vision, self._slots) if limits.vision is not None else None
         self._reporter = reporter(self._slots)
         self._requests: dict[str, OpenRequest] = {}
         self._num_added = 0
@@ -122,6 +124,7 @@ class Scheduler:
         if request.id in self._requests:
             raise InvalidRequest(f"request id {request.id!r} is already in use; give every open request its own")
         check_size(request, self.limits.max_model_len, self.target_pages)
+        check_vision(request, self.limits.vision)
         token_ids = np.asarray(request.prompt_token_ids, dtype=np.int64)
         added = OpenRequest(request, checker, self._num_added, token_ids)
         self._num_added += 1
@@ -193,6 +196,8 @@ class Scheduler:
         self._cancelling = []
         for request in list(self._requests.values()):
             self._drop(request, reason, publish=False)  # rows and moves of the steps in flight may not have been made
+        if self.vision is not None:
+            self.vision.abandon()
         return self.take_ended()
 
     def check(self) -> None:
@@ -202,6 +207,8 @@ class Scheduler:
             raise EngineError("a slot is lost or in two states")
         if self.num_waiting + self.num_running != len(self._requests):
             raise EngineError("a request is neither waiting nor running")
+        if self.vision is not None:
+            self.vision.check()
 
     # ── residency ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -286,6 +293,8 @@ class Scheduler:
             self.prefixes.admit(request, num_found)
             self.drafts.admit(request.slot)
             self._reporter.admit(request)
+            if self.vision is not None:
+                self.vision.admit(request.slot, request.request.vision)
 
     def _make_plan(self) -> StepPlan | None:
         slots = self._runnable()
@@ -294,10 +303,16 @@ class Scheduler:
         start = self._slots.num_computed[slots]
         pending = self._slots.num_tokens[slots] - start
         decoding = pending == 1
+        encoding = self._encode(slots, decoding)
+        if self.vision is not None:
+            pending = self.vision.limit(slots, start, pending)
+            decoding &= pending == 1  # a prompt may end with a picture that is not encoded yet
         drafting = self._plan_drafts(slots, start, pending, decoding)
         max_rows, num_judged = self.limits.max_batch_tokens, drafting.num_judged
-        num_rows = share_rows(self.drafts.pace, max_rows, start, pending, num_judged, drafting.catch_up_seconds)
+        taken_seconds = drafting.catch_up_seconds + encoding.seconds
+        num_rows = share_rows(self.drafts.pace, max_rows, start, pending, num_judged, taken_seconds)
         runs = num_rows > 0
+        assert runs.any(), "who waits for a picture waits for a request that can run"
         if not runs.all():
             slots, start, num_rows, decoding = slots[runs], start[runs], num_rows[runs], decoding[runs]
         drafting = drafting.spread(decoding)
@@ -320,7 +335,14 @@ class Scheduler:
             stopping=drafting.stopping,
             overlap=drafting.overlap,
             moves=moves,
+            vision=self.vision.plan(encoding, slots, start, num_rows) if self.vision is not None else None,
         )
+
+    def _encode(self, slots: IntArray, decoding: BoolArray) -> Encoding:
+        """What the vision encoder does in this step."""
+        if self.vision is None:
+            return Encoding()
+        return self.vision.encode(slots, self.drafts.pace, not decoding.any(), self.limits.max_batch_tokens)
 
     def _plan_drafts(self, slots: IntArray, start: IntArray, pending: IntArray, decoding: BoolArray) -> Drafting:
         """What the decoding requests draft."""
@@ -362,5 +384,7 @@ class Scheduler:
             self.prefixes.publish(slot)
         self._pools.release(slot)
         self._reporter.leave(request)
+        if self.vision is not None:
+            self.vision.vacate(slot)
         self._slots.vacate(slot)
         self._in_flight.vacate(slot)

@@ -110,7 +110,9 @@ class SlotTable:
         place = int(np.searchsorted(self._numbers[self.running], new.number))
         self.running = np.insert(self.running, place, slot)
         self.released.discard(slot)
-        self._admitted.append(Admission(slot, new.token_ids, num_prompt, params, request.seed, request.stop_ids))
+        self._admitted.append(
+            Admission(slot, new.token_ids, num_prompt, params, request.seed, request.stop_ids, request.vision)
+        )
 
     def vacate(self, slot: int) -> None:
         """Take a request out of its slot. It joins `free` once no plan in flight has the slot."""

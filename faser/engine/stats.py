@@ -42,6 +42,9 @@ class EngineStats:
     plan_seconds: float = 0.0
     draft_seconds: float = 0.0  # without those that ran beside a verification
     verify_seconds: float = 0.0
+    encode_seconds: float = 0.0  # of the vision encoder
+    grids_encoded: int = 0
+    patches_encoded: int = 0
     step_seconds: float = 0.0
     predicted_seconds: float = 0.0  # by the cost model, before each step ran
     off_seconds: float = 0.0  # of steps in which requests decoded and none drafted
@@ -70,6 +73,10 @@ class EngineStats:
         self.plan_seconds += planned - started
         self.draft_seconds += result.seconds.draft - result.seconds.hidden
         self.verify_seconds += result.seconds.verify
+        self.encode_seconds += result.seconds.encode
+        if plan.vision is not None:
+            self.grids_encoded += len(plan.vision.writes)
+            self.patches_encoded += sum(len(grid.patches) for grid in plan.vision.grids)
         self.step_seconds += ended - started
         self.predicted_seconds += predicted or 0.0
         if result.num_drafted.any() or result.num_verified.any():

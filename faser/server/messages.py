@@ -145,6 +145,9 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     hits: int = 0  # of chunks, those whose drafts became the next frontier
     lanes: int = 1  # parts of the device's SMs that the last step ran on
     residency: DraftResidency | None = None  # None: the draft never leaves
+    encode_seconds: float = 0.0
+    grids_encoded: int = 0
+    grids_found: int = 0  # that a request found encoded
 
     @property
     def kv_used(self) -> float:

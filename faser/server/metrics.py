@@ -127,6 +127,10 @@ class PrometheusText:
             ("faser:plan_seconds", "Of step_seconds, planning", now.plan_seconds),
             ("faser:draft_seconds", "Of step_seconds, in the draft", now.draft_seconds),
             ("faser:verify_seconds", "Of step_seconds, in the target", now.verify_seconds),
+            ("faser:encode_seconds", "Of step_seconds, in the vision encoder", now.encode_seconds),
+            ("faser:grids_encoded", "Pictures, and groups of video frames, that the vision encoder computed",
+             now.grids_encoded),
+            ("faser:grids_found", "The same that a request needed and found encoded", now.grids_found),
         ):  # fmt: skip
             yield _counter(name, help_, value, model)
         accepted, pruned = dict(enumerate(now.accepted_per_position)), dict(sorted(exits.pruned.items()))

@@ -16,8 +16,10 @@ from faser.rules.early_exit import DEPTHS
 from faser.runtime.cpu.draft_memory import CpuDraftMemory, HostBlock
 from faser.runtime.cpu.drafter import BlockDrafter, Eagle3Drafter, ModelDrafter
 from faser.runtime.cpu.executor import TorchExecutor
+from faser.runtime.cpu.positions import RotaryPositions
 from faser.runtime.cpu.runner import FeaturePages, HeadRunner, ModelRunner
 from faser.runtime.cpu.verifier import Verifier
+from faser.runtime.cpu.vision import CpuEyes
 from faser.runtime.device import DraftModel, Parts, Profiling, Speeds
 from faser.runtime.drafter import Drafter
 from faser.runtime.kv_cache import (
@@ -67,6 +69,8 @@ class CpuDevice:
         target_pages = _page_block(parts.target, num_pages + gained, parts.page_size)
         features = None if parts.head is None else FeaturePages(parts.head, num_pages, parts.page_size)
         target = _runner(parts.target, target_pages, parts, features)
+        if parts.target.config.rope.sections:
+            target.rotary = RotaryPositions(parts.limits.max_running, parts.limits.max_model_len)
         drafter: Drafter | None = None
         memory: CpuDraftMemory | None = None
         if parts.draft is not None:
@@ -77,8 +81,9 @@ class CpuDevice:
                 memory = CpuDraftMemory(parts.target, parts.draft, target_pages, draft_pages, num_pages, gained)
         elif parts.uses_ngrams:
             drafter = NgramDrafter(parts.history.numpy())
-        verifier = Verifier(target, parts.sampler, parts.history)
-        executor = TorchExecutor(verifier, drafter, parts.sampler, parts.history, _make_tuner(), memory)
+        eyes = _make_eyes(parts)
+        verifier = Verifier(target, parts.sampler, parts.history, eyes)
+        executor = TorchExecutor(verifier, drafter, parts.sampler, parts.history, _make_tuner(), memory, eyes)
         return executor, num_pages
 
     def _num_pages(self, parts: Parts) -> int:
@@ -90,6 +95,13 @@ class CpuDevice:
             feature_bytes = feature_bytes_per_page(head.config, parts.page_size, head.dtype)
         sizes = parts.page_size, parts.limits.max_model_len, parts.most_pages
         return fitting_pages(budget, models, *sizes, feature_bytes)
+
+
+def _make_eyes(parts: Parts) -> CpuEyes | None:
+    encoder, limits = parts.target.vision, parts.limits.vision
+    if encoder is None or limits is None:
+        return None
+    return CpuEyes(encoder, limits.buffer_rows, parts.target.config.hidden_size)
 
 
 def _make_drafter(parts: Parts, draft_pages: HostBlock, target: ModelRunner) -> Drafter:

@@ -13,6 +13,7 @@ import torch
 
 from faser.engine.residency import DraftMemory
 from faser.runtime.cpu.verifier import Verifier
+from faser.runtime.cpu.vision import CpuEyes
 from faser.runtime.drafter import Drafter, Drafts
 from faser.runtime.sampling import Sampler
 from faser.step import StepPlan, StepResult
@@ -28,9 +29,11 @@ class TorchExecutor:
         history: torch.Tensor,
         threads: ThreadTuner | None = None,
         draft_memory: DraftMemory | None = None,
+        eyes: CpuEyes | None = None,
     ) -> None:
         self.draft_memory = draft_memory
         self._verifier = verifier
+        self._eyes = eyes
         self._threads = threads
         self.drafter = drafter
         self._sampler = sampler
@@ -42,6 +45,7 @@ class TorchExecutor:
         if plan.moves is not None:
             self._verifier.runner.move(plan.moves)
         self._update_slots(plan)
+        encode_seconds = self._eyes.encode(plan.vision) if self._eyes is not None and plan.vision is not None else 0.0
         num_rows = int(plan.num_rows.sum() + plan.judged.sum())
         if self._threads is not None:
             self._threads.begin(num_rows)
@@ -51,7 +55,8 @@ class TorchExecutor:
         if self._threads is not None:
             self._threads.end(num_rows, result.seconds.verify)
         confidence = drafts.confidence if plan.stopping is not None else None
-        return replace(result, seconds=replace(result.seconds, draft=drafts.seconds), confidence=confidence)
+        seconds = replace(result.seconds, draft=drafts.seconds, encode=encode_seconds)
+        return replace(result, seconds=seconds, confidence=confidence)
 
     def _update_slots(self, plan: StepPlan) -> None:
         for slot in plan.released:
@@ -59,6 +64,7 @@ class TorchExecutor:
         for new in plan.admitted:
             self._history[new.slot, : new.token_ids.size] = new.token_ids
             self._sampler.admit(new.slot, new.params, new.seed, new.num_prompt, sorted(new.stop_ids))
+            self._verifier.runner.admit(new)
 
     def close(self) -> None:
         """Nothing outlives the tensors."""

@@ -25,7 +25,8 @@ from faser.arrays import NONE, IntArray
 from faser.models.heads import DraftHead
 from faser.models.layers import rotate
 from faser.models.transformer import Transformer
-from faser.step import PageMoves, PageWrites
+from faser.runtime.cpu.positions import RotaryPositions
+from faser.step import Admission, PageMoves, PageWrites
 
 SHORT_ROWS = 16  # a request with more rows is a group of its own
 SPARE_PAGES = 64  # pages of padding that a group may always have; beyond it, at most half of its pages may be padding
@@ -151,8 +152,7 @@ class HeadRunner(Runner):
 
     def write_kv(self, rows: Rows, layer: int, kv: torch.Tensor) -> None:
         """Store keys, which are not rotated, and values: kv [R, 2 * num_kv_heads, head_dim]."""
-        positions = torch.from_numpy(rows.positions)
-        cos, sin = self._model.rotation(positions)
+        cos, sin = self._model.rotation(torch.from_numpy(rows.positions))
         rotate(kv[:, : self._model.config.num_kv_heads], cos.unsqueeze(1), sin.unsqueeze(1))
         self._pages[layer].flatten(0, 1).index_copy_(0, self.entries(rows.owners, rows.positions), kv)
 
@@ -171,6 +171,11 @@ class ModelRunner(Runner):
         super().__init__(model, pages, max_slots, max_tokens)
         self.model = model
         self.features = features
+        self.rotary: RotaryPositions | None = None  # of a model whose tokens stand in space and time
+
+    def admit(self, new: Admission) -> None:
+        if self.rotary is not None:
+            self.rotary.admit(new)
 
     def move(self, moves: PageMoves) -> None:
         assert self.features is None, "a target with a head has pages that stay"
@@ -180,7 +185,8 @@ class ModelRunner(Runner):
     def run(self, rows: Rows, hidden: torch.Tensor, first: int = 0, last: int | None = None) -> torch.Tensor:
         """Run layers first … last - 1 (default: all) on hidden [R, hidden size]."""
         with self.timed():
-            attend = CpuAttention(self.model, self._pages, self._table, rows)
+            positions = None if self.rotary is None else self.rotary.of(rows.owners, rows.positions)
+            attend = CpuAttention(self.model, self._pages, self._table, rows, positions=positions)
             if self.features is not None:
                 assert (first, last) == (0, None), "features are kept of whole forwards"
                 return self._run_and_keep(self.features, rows, hidden, attend)
@@ -229,7 +235,8 @@ class _Group:
 class CpuAttention:
     """Attention over the rows of one forward. Keys before `first_key` do not exist.
 
-    A row sees the keys up to its own, with `sees_all` those of all rows of its request.
+    A row sees the keys up to its own, with `sees_all` those of all rows of its request. `positions` are those of the
+    rotary embedding; None: the indices of the rows.
     """
 
     def __init__(
@@ -240,14 +247,14 @@ class CpuAttention:
         rows: Rows,
         first_key: int = 0,
         sees_all: bool = False,
+        positions: IntArray | None = None,
     ) -> None:
         config = model.config
         self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
         self._scale = config.head_dim**-0.5
         self._pages = pages
-        positions = torch.from_numpy(rows.positions)
-        # [R, 1, head_dim // 2]
-        self._cos, self._sin = (table.unsqueeze(1) for table in model.rotation(positions))
+        cos, sin = model.rotation(torch.from_numpy(rows.positions if positions is None else positions))
+        self._cos, self._sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [R, 1, head_dim // 2]
         size = pages.shape[2]
         written = table[rows.owners, rows.positions // size] * size + rows.positions % size
         self._written = torch.from_numpy(written)  # [R] entries of a layer

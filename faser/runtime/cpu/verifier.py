@@ -17,13 +17,17 @@ from faser.arrays import NONE, BoolArray, FloatArray, IntArray
 from faser.request import TokenLogprobs
 from faser.runtime.cpu.early_exit import ExitingForward
 from faser.runtime.cpu.runner import ModelRunner, Rows
+from faser.runtime.cpu.vision import CpuEyes
 from faser.runtime.sampling import BROKEN, Sampler, broken_rows
 from faser.step import StepPlan, StepResult, StepSeconds
 
 
 class Verifier:
-    def __init__(self, runner: ModelRunner, sampler: Sampler, history: torch.Tensor) -> None:
+    def __init__(
+        self, runner: ModelRunner, sampler: Sampler, history: torch.Tensor, eyes: CpuEyes | None = None
+    ) -> None:
         self.runner = runner
+        self._eyes = eyes
         self._sampler = sampler
         self._history: IntArray = history.numpy()
         self._exiting = ExitingForward(runner, sampler, self._history)
@@ -39,6 +43,8 @@ class Verifier:
         self.runner.apply(plan.target_pages)
         rows = Rows.of(plan.slots, plan.start, plan.num_rows + num_drafted)
         hidden = self.runner.model.embed(torch.from_numpy(self._history[rows.owners, rows.positions]))
+        if self._eyes is not None and plan.vision is not None:
+            self._eyes.replace_rows(plan.vision, rows, hidden)
         if plan.exits is None or not num_drafted.any():
             return self._judge(plan, rows, self.runner.run(rows, hidden), num_drafted, num_new)
         rows, hidden, exiting = self._exiting.run(plan, plan.exits, hidden, num_drafted, confidence)

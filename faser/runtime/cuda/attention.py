@@ -197,6 +197,7 @@ def rotate_and_write(
     pages: Tensor,
     qk_norm: Tensor | None = None,
     eps: float = 0.0,
+    by_row: bool = False,
     overlap: bool = False,
 ) -> None:
     """Rotate the queries in place and write the rotated keys, and the values, to their pages.
@@ -204,9 +205,10 @@ def rotate_and_write(
     With qk_norm the queries and keys are normalised per head first.
 
     qkv [R, num_heads + 2 * num_kv_heads, head_dim], contiguous; positions, slots [R] int32; num_rows [1] int32, the
-    real rows; table [slots, columns] int32; cos, sin [max_positions, head_dim // 2] float32; pages [num_pages,
-    page_size, 2 * num_kv_heads, head_dim], contiguous; qk_norm [num_heads + num_kv_heads, head_dim]. `overlap` as in
-    `attend`: positions, slots, num_rows and table must have been written at least two launches before.
+    real rows; table [slots, columns] int32; cos, sin [max_positions, head_dim // 2] float32, or [R, head_dim // 2] with
+    `by_row`; pages [num_pages, page_size, 2 * num_kv_heads, head_dim], contiguous; qk_norm [num_heads + num_kv_heads,
+    head_dim]. `overlap` as in `attend`: positions, slots, num_rows and table must have been written at least two
+    launches before.
     """
     rows, all_heads, head_dim = qkv.shape
     page_size, kv_entry = pages.shape[1], pages.shape[2]
@@ -217,7 +219,8 @@ def rotate_and_write(
     rotate_kernel[(-(-all_heads // block_heads), rows)](
         qkv, positions, slots, num_rows, table, cos, sin, pages, qk_norm, table.stride(0), eps,
         num_heads=num_heads, num_kv_heads=kv_entry // 2, head_dim=head_dim, page_size=page_size,
-        block_heads=block_heads, normalise=qk_norm is not None, overlap=overlap, num_warps=2, launch_pdl=overlap,
+        block_heads=block_heads, normalise=qk_norm is not None, by_row=by_row, overlap=overlap, num_warps=2,
+        launch_pdl=overlap,
     )  # fmt: skip
 
 

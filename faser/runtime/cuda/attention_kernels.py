@@ -14,7 +14,7 @@ FAR = tl.constexpr(-1e30)  # the score of a key a row may not see; finite, so th
 def rotate_kernel(
     qkv, positions, slots, num_rows, table, cos, sin, pages, qk_norm, table_stride, eps,
     num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, page_size: tl.constexpr,
-    block_heads: tl.constexpr, normalise: tl.constexpr, overlap: tl.constexpr,
+    block_heads: tl.constexpr, normalise: tl.constexpr, by_row: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """One program for block_heads heads of a row. Halves of heads are [block_heads, head_dim // 2]."""
     if overlap:
@@ -48,7 +48,7 @@ def rotate_kernel(
         second_normed = ((second * unit).to(dtype).to(tl.float32) * second_weight).to(dtype).to(tl.float32)
         first = tl.where(turns, first_normed, first)
         second = tl.where(turns, second_normed, second)
-    angle = position.to(tl.int64) * half + column[None, :]
+    angle = (row if by_row else position).to(tl.int64) * half + column[None, :]
     c = tl.load(cos + angle + head[:, None] * 0, mask=turns, other=1.0)
     s = tl.load(sin + angle + head[:, None] * 0, mask=turns, other=0.0)
     turned_first = first * c - second * s

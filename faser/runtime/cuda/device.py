@@ -29,6 +29,7 @@ from faser.runtime.cuda.model import CudaModel
 from faser.runtime.cuda.pinned import require_host_memory
 from faser.runtime.cuda.sampling import Slots
 from faser.runtime.cuda.virtual_memory import MemoryDriver, open_driver
+from faser.runtime.cuda.vision import CudaEyes, RowAngles
 from faser.runtime.device import Parts, Profiling, Speeds
 from faser.runtime.weights_home import WeightsHome, home_bytes, own_weights
 
@@ -83,6 +84,7 @@ class CudaDevice:
         slots = Slots.allocate(limits.max_running, longest, device)
         lanes = Lanes(device)
         target = CudaModel(parts.target, slots, limits, parts.page_size, lanes)
+        _open_eyes(parts, target, slots)
         models = [target]
         drafter: CudaDrafter | None = None
         if isinstance(parts.draft, Transformer):
@@ -132,6 +134,15 @@ class CudaDevice:
             require_host_memory(home_bytes(weights))
             return self.open_driver(parts.target.device)
         return None
+
+
+def _open_eyes(parts: Parts, target: CudaModel, slots: Slots) -> None:
+    """Give a target that sees its buffers."""
+    encoder, limits, config = parts.target.vision, parts.limits.vision, parts.target.config
+    if encoder is not None and limits is not None:
+        target.eyes = CudaEyes(encoder, limits.buffer_rows, config.hidden_size, slots.history)
+    if config.rope.sections:
+        target.angles = RowAngles(parts.target, target.max_rows, slots.history)
 
 
 def _make_head_drafter(

@@ -196,7 +196,7 @@ class TargetParts:
             regather(requests, self._cu_rows_before[: size + 1], rows, index)
             torch.index_select(target.normed, 0, index, out=hidden)
         else:
-            torch.index_select(model.embedding, 0, rows.token_ids, out=hidden)
+            target.embed(shape, rows)
         target.run_layers(shape, rows, target.tiling.whole(shape, requests, rows), range(first, last))
         if last == model.num_layers:
             target.choose(shape, rows, hidden)

@@ -40,7 +40,7 @@ from faser.runtime.cuda.transfer import send
 from faser.runtime.cuda.verifier import FIRST_TOKEN, HIT, IS_BROKEN, NUM_ACCEPTED, CudaVerifier
 from faser.runtime.device import Parts
 from faser.runtime.sampling import BROKEN
-from faser.step import Admission, PageMoves, StepPlan, StepResult
+from faser.step import Admission, PageMoves, StepPlan, StepResult, VisionPlan
 
 PROMPT_ROWS = (8, 16, 32, 1 << 30)  # sizes of prompts that take kernels of their own
 MAX_STEPS = 2  # steps submitted and not collected
@@ -101,9 +101,20 @@ class CudaExecutor:
             if self.drafter is not None:
                 self.drafter.apply(plan.draft_pages)
             step = LaunchedStep(plan, self._buffers.popleft(), plan)
+            if plan.vision is not None:
+                self._see(step, plan.vision)
             step.launches = self._run(step)
             self._steps.append(step)
             next(step.launches, None)
+
+    def _see(self, step: LaunchedStep, vision: VisionPlan) -> None:
+        """Enqueue what the step does with pictures before anything else."""
+        assert self.target.eyes is not None
+        if vision.writes:
+            step.events.encoding_started()
+            self.target.eyes.encode(vision)
+            step.events.encoded()
+        self.target.eyes.set_sources(vision)
 
     def _run(self, step: LaunchedStep) -> Iterator[None]:
         """Enqueue a step: draft, verify, judge, copy back.
@@ -236,6 +247,9 @@ class CudaExecutor:
         temperatures = np.array([inverse_temperature(new.params.temperature) for new in admitted], dtype=np.float32)
         slots.inverse_temperatures.index_copy_(0, where, send(temperatures, device))
         self._resampler.admit(admitted)
+        for part in (self.target.eyes, self.target.angles):
+            if part is not None:
+                part.admit(admitted)
 
     # ── graphs ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -48,8 +48,17 @@ class StepEvents:
 
     def __init__(self, device: torch.device) -> None:
         make: Any = torch.cuda.Event
-        self._events = [make(enable_timing=True) for _ in range(5)] if device.type == "cuda" else []
+        self._events = [make(enable_timing=True) for _ in range(7)] if device.type == "cuda" else []
         self._is_beside = False
+        self._encodes = False
+
+    def encoding_started(self) -> None:
+        """For a step that encodes pictures before everything else."""
+        self._encodes = True
+        self._record(5)
+
+    def encoded(self) -> None:
+        self._record(6)
 
     def started(self) -> None:
         self._is_beside = False
@@ -78,10 +87,12 @@ class StepEvents:
         """Of a finished step."""
         if not self._events:
             return StepSeconds()
+        encode = self._between(5, 6) if self._encodes else 0.0
+        self._encodes = False
         if not self._is_beside:
-            return StepSeconds(self._between(0, 2), self._between(2, 4))
+            return StepSeconds(self._between(0, 2), self._between(2, 4), encode=encode)
         draft, verify = self._between(0, 2), self._between(1, 3)
-        return StepSeconds(draft, verify, draft + verify - self._between(0, 4))
+        return StepSeconds(draft, verify, draft + verify - self._between(0, 4), encode)
 
     def _between(self, first: int, last: int) -> float:
         return float(self._events[first].elapsed_time(self._events[last])) / 1e3

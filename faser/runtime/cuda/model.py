@@ -29,6 +29,7 @@ from faser.runtime.cuda.rows import NUM_COLUMNS, DeviceRows, Requests, expand, n
 from faser.runtime.cuda.sampling import Choices, Slots, sample
 from faser.runtime.cuda.tiling import Attending, Tiling
 from faser.runtime.cuda.transfer import Staging, send
+from faser.runtime.cuda.vision import CudaEyes, RowAngles
 from faser.runtime.kv_cache import bytes_per_page
 from faser.step import PageWrites
 
@@ -61,6 +62,8 @@ class CudaModel:
         max_rows = max(least(ROW_BUCKETS, max_rows) or max_rows, 2 * (least(ROW_BUCKETS, max_requests) or max_requests))
         self.model = model
         self.features: CudaFeatures | None = None  # what a draft head reads of this model's forwards
+        self.eyes: CudaEyes | None = None  # of a target that sees
+        self.angles: RowAngles | None = None  # of a target whose tokens stand in space and time
         self.carried: tuple[Tensor, ...] = ()  # what one forward of a draft leaves to the next
         self.max_rows = max_rows
         self.page_size = page_size
@@ -250,6 +253,8 @@ class CudaModel:
     def embed(self, shape: Shape, rows: DeviceRows) -> None:
         """Write what enters the layers into `hidden`."""
         torch.index_select(self.model.embedding, 0, rows.token_ids, out=self.hidden[: shape.num_rows])
+        if self.eyes is not None:
+            self.eyes.replace_rows(rows, self.hidden[: shape.num_rows])
 
     def logits_of(self, shape: Shape, indices: Tensor) -> Tensor:
         """Logits [len(indices), V] of some wanted rows of the latest forward, computed again."""
@@ -283,6 +288,8 @@ class CudaModel:
         """Run layers over the rows in `hidden`, in place. Features are kept of forwards through all layers."""
         model, num_sms, eps = self.model, shape.num_sms, self.model.config.norm_eps
         hidden, normed, qkv = (each[: shape.num_rows] for each in (self.hidden, self.normed, self._qkv))
+        if self.angles is not None:
+            self.angles.compute(rows)
         for index in layers:
             if self.features is not None:
                 self.features.keep(index, hidden)
@@ -304,9 +311,11 @@ class CudaModel:
             each[: shape.num_rows]
             for each in (self.hidden, self.normed, self._qkv, self._attended, self._gate_up, self._activated)
         )
+        by_row = self.angles is not None
+        cos, sin = (model.cos, model.sin) if self.angles is None else (self.angles.cos, self.angles.sin)
         attention.rotate_and_write(
-            qkv, rows.positions, rows.slots, rows.num_rows, self.table, model.cos, model.sin, pages, layer.qk_norm,
-            eps, overlap=self._overlaps,
+            qkv, rows.positions, rows.slots, rows.num_rows, self.table, cos, sin, pages, layer.qk_norm, eps,
+            by_row=by_row, overlap=self._overlaps,
         )  # fmt: skip
         for each in attending:
             attention.attend(

@@ -4,6 +4,8 @@ Prints what came of it as one JSON line. Tensors are the CPU's, so a kernel that
 """
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,9 +14,14 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from faser.runtime.cuda.attention import AttentionConfig, Memory, Tiles, attend
+from faser.models.config import Rope
+from faser.models.transformer import Transformer
+from faser.runtime.cuda.attention import AttentionConfig, Memory, Tiles, attend, rotate_and_write
 from faser.runtime.cuda.compile import compile_all
 from faser.runtime.cuda.linear import rms_norm, silu_mul
+from faser.runtime.cuda.rows import DeviceRows
+from faser.runtime.cuda.vision import CudaEyes, RowAngles
+from tests.tiny import VISION_CONFIGS
 
 launchers: list[str] = []
 
@@ -55,6 +62,26 @@ def attend_with(rows_per_tile: int, num_splits: int, num_tiles: int) -> None:
     attend(qkv, pages, torch.zeros(4, 16, dtype=torch.int32), tiles, rows(32), workspace, config)
 
 
+def seeing() -> list[Callable[[], None]]:
+    """What a target with eyes does in a forward."""
+    model = Transformer.random(replace(VISION_CONFIGS["qwen2_vl"], head_dim=16, rope=Rope(sections=(2, 3, 3))), 0)
+    assert model.vision is not None
+    rows, history = DeviceRows.allocate(2, 8, 8, "cpu"), torch.zeros(4, 64, dtype=torch.int32)
+    eyes, angles = CudaEyes(model.vision, 32, 32, history), RowAngles(model, 8, history)
+    qkv, pages = torch.zeros(8, 8, 16), torch.zeros(3, 4, 4, 16)
+    table = torch.zeros(4, 16, dtype=torch.int32)
+    places = rows.positions, rows.slots, rows.num_rows, table
+    return [
+        lambda: eyes.replace_rows(rows, torch.zeros(8, 32)),
+        lambda: angles.compute(rows),
+        lambda: rotate_and_write(qkv, *places, angles.cos, angles.sin, pages, by_row=True, overlap=True),
+    ]
+
+
+def cubins() -> list[str]:
+    return [path.stem for path in Path(triton.knobs.cache.dir).rglob("*.cubin")]
+
+
 def fails() -> None:
     raise RuntimeError("no such buffer")
 
@@ -76,11 +103,9 @@ def main() -> None:
     steps, again = [], []
     compile_all(runs, lambda done, total: steps.append((done, total)))
     compile_all(runs[:3], lambda done, total: again.append((done, total)))
-    cubins = [path.stem for path in Path(triton.knobs.cache.dir).rglob("*.cubin")]
-    untouched = bool((out == 7).all())
-    print(
-        json.dumps({"cubins": cubins, "launchers": launchers, "steps": steps, "again": again, "untouched": untouched})
-    )
+    found = {"cubins": cubins(), "launchers": list(launchers), "steps": steps, "again": again}
+    compile_all(seeing())
+    print(json.dumps({**found, "seeing": cubins(), "untouched": bool((out == 7).all())}))
 
 
 if __name__ == "__main__":

@@ -46,6 +46,10 @@ def test_other_kernels_are_compiled_if_a_kernel_or_a_run_fails(compiled):
     assert compiled["steps"] == [[done, 5] for done in range(1, 6)]
 
 
+def test_the_kernels_of_a_target_with_eyes_compile(compiled):
+    assert {"_replace_kernel", "_angles_kernel", "rotate_kernel"} <= set(compiled["seeing"])
+
+
 def test_a_kernel_is_not_compiled_twice(compiled):
     assert compiled["again"] == []
 

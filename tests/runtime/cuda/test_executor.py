@@ -40,7 +40,8 @@ def _row_major(model: Transformer) -> Transformer:
         for layer in model.layers
     )
     head = model.embedding if model.head is model.embedding else model.head.contiguous()
-    return Transformer(model.config, model.embedding, layers, model.final_norm, head, model.max_positions)
+    parts = model.embedding, layers, model.final_norm, head
+    return Transformer(model.config, *parts, model.max_positions, vision=model.vision)
 
 
 def make_engine(device: str, target: Transformer, draft=None, policy=None, tokenizer=None, ahead=False, **sizes):

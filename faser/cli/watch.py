@@ -1,0 +1,49 @@
+"""`faser watch`: a question about a video, answered window by window."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, fields
+from statistics import median
+from typing import TextIO
+
+from faser.watch import StageSeconds, WindowAnswer
+
+_STAGES = {"decode": "decode", "encode": "ViT", "prefill": "prefill", "answer": "answer"}
+
+
+def print_answers(answers: Iterable[WindowAnswer], as_json: bool, out: TextIO = sys.stdout) -> None:
+    """A line for each window as soon as it is answered; at the end, on stderr, what a window took."""
+    seconds = []
+    for answer in answers:
+        print(json.dumps(as_dict(answer)) if as_json else as_line(answer), file=out, flush=True)
+        seconds.append(answer.seconds)
+    if seconds:
+        print(summarise(seconds), file=sys.stderr)
+
+
+def as_dict(answer: WindowAnswer) -> dict[str, object]:
+    """The answer with its stages in milliseconds."""
+    stages = {name: round(1e3 * value, 3) for name, value in asdict(answer.seconds).items()}
+    rest = {field.name: getattr(answer, field.name) for field in fields(answer) if field.name != "seconds"}
+    return {**rest, "milliseconds": stages}
+
+
+def as_line(answer: WindowAnswer) -> str:
+    text = " ".join(answer.text.split())
+    grids = answer.grids_encoded + answer.grids_found
+    encoded = f"{answer.grids_encoded} of {grids} grids encoded" if grids else "nothing encoded"
+    return f"{answer.start:7.1f} to {answer.end:.1f} s  {text}  [{', '.join(_stages(answer.seconds))}; {encoded}]"
+
+
+def _stages(seconds: StageSeconds) -> Iterator[str]:
+    for name, shown in _STAGES.items():
+        yield f"{shown} {1e3 * getattr(seconds, name):.0f} ms"
+
+
+def summarise(seconds: Sequence[StageSeconds]) -> str:
+    """Medians over all windows."""
+    typical = StageSeconds(**{name: median(getattr(each, name) for each in seconds) for name in _STAGES})
+    return f"{len(seconds)} windows; median of each stage: {', '.join(_stages(typical))}"

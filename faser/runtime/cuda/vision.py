@@ -1,0 +1,137 @@
+"""The eyes of a target on the device: a buffer of encoded tokens, and where tokens stand in space and time.
+
+Knows which rows of a forward are encoded tokens, and the angles of M-RoPE. Knows nothing of plans in flight or of
+requests beyond their slots. `replace_rows` and `compute` neither allocate nor wait: graphs contain them. Grids are
+encoded outside of graphs, kernel by kernel.
+"""
+
+# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from faser.models.transformer import Transformer
+from faser.models.vision.encoder import VisionEncoder
+from faser.runtime.cuda.rows import DeviceRows
+from faser.runtime.cuda.transfer import send
+from faser.step import Admission, VisionPlan
+
+NO_SOURCE = -1
+
+
+class CudaEyes:
+    """The vision encoder and its buffer [buffer_rows, hidden]."""
+
+    def __init__(self, encoder: VisionEncoder, buffer_rows: int, hidden_size: int, history: Tensor) -> None:
+        self._encoder = encoder
+        self._buffer = torch.zeros(buffer_rows, hidden_size, dtype=encoder.dtype, device=history.device)
+        # [slots, tokens] the row of the buffer that a token of a context is; NO_SOURCE: it is text
+        self._sources = torch.full(history.shape, NO_SOURCE, dtype=torch.int32, device=history.device)
+
+    def admit(self, admitted: Sequence[Admission]) -> None:
+        """Forget what the slots were used for before."""
+        if admitted:
+            where = send(np.array([new.slot for new in admitted]), self._sources.device)
+            self._sources.index_fill_(0, where, NO_SOURCE)
+
+    def encode(self, plan: VisionPlan) -> None:
+        """Enqueue the encoding of a step's grids."""
+        if plan.writes:
+            tokens = self._encoder.encode_together(plan.grids)
+            where = send(np.concatenate([write.buffer_rows for write in plan.writes]), self._buffer.device)
+            self._buffer.index_copy_(0, where, tokens)
+
+    def set_sources(self, plan: VisionPlan) -> None:
+        """Which context rows of a step are encoded tokens."""
+        if plan.slots.size:
+            where = send(np.stack([plan.slots, plan.positions, plan.buffer_rows]), self._sources.device)
+            self._sources.index_put_((where[0], where[1]), where[2].int())
+
+    def replace_rows(self, rows: DeviceRows, hidden: Tensor) -> None:
+        """Put encoded tokens into hidden [R, hidden size], in place of the embeddings of their ids."""
+        width = hidden.shape[1]
+        assert hidden.is_contiguous()
+        _replace_kernel[(hidden.shape[0],)](
+            hidden, self._buffer, self._sources, rows.slots, rows.positions, rows.num_rows, self._sources.stride(0),
+            width, block=min(1024, triton.next_power_of_2(width)), num_warps=4,
+        )  # fmt: skip
+
+
+class RowAngles:
+    """cos and sin [max_rows, head_dim // 2] of each row of a forward, by its place in time, height and width."""
+
+    def __init__(self, model: Transformer, max_rows: int, history: Tensor) -> None:
+        device, (first, second, third) = history.device, model.config.rope.sections
+        half = first + second + third
+        self.cos = torch.zeros(max_rows, half, dtype=torch.float32, device=device)
+        self.sin = torch.zeros_like(self.cos)
+        self._tables = model.cos, model.sin
+        self._first, self._second = first, first + second  # where the frequencies of height and of width begin
+        self._prompts = torch.zeros(*history.shape, 3, dtype=torch.int32, device=device)
+        # [slots, 2] prompt tokens whose positions are given, and what is added to the indices of the others
+        self._rest = torch.zeros(history.shape[0], 2, dtype=torch.int32, device=device)
+
+    def admit(self, admitted: Sequence[Admission]) -> None:
+        if not admitted:
+            return
+        device, rest = self._rest.device, np.zeros((len(admitted), 2), dtype=np.int32)
+        for row, new in zip(rest, admitted, strict=True):
+            if new.vision is not None and new.vision.positions is not None:
+                positions = new.vision.positions
+                row[:] = len(positions), new.vision.offset
+                self._prompts[new.slot, : len(positions)].copy_(send(positions.astype(np.int32), device))
+        self._rest.index_copy_(0, send(np.array([new.slot for new in admitted]), device), send(rest, device))
+
+    def compute(self, rows: DeviceRows) -> None:
+        """Of the rows of a forward."""
+        num_rows, half = rows.slots.shape[0], self.cos.shape[1]
+        _angles_kernel[(num_rows,)](
+            self.cos, self.sin, *self._tables, self._prompts, self._rest, rows.slots, rows.positions, rows.num_rows,
+            self._prompts.stride(0), self._first, self._second, half,
+            block=triton.next_power_of_2(half), num_warps=1,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows", "slots", "positions", "source_stride"])
+def _replace_kernel(
+    hidden, buffer, sources, slots, positions, num_rows, source_stride, width, block: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0)
+    if row >= tl.load(num_rows):
+        return
+    source = tl.load(sources + tl.load(slots + row).to(tl.int64) * source_stride + tl.load(positions + row))
+    if source < 0:
+        return
+    for first in range(0, width, block):
+        column = first + tl.arange(0, block)
+        inside = column < width
+        seen = tl.load(buffer + source.to(tl.int64) * width + column, mask=inside)
+        tl.store(hidden + row.to(tl.int64) * width + column, seen, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows", "slots", "positions", "prompt_stride"])
+def _angles_kernel(
+    row_cos, row_sin, cos, sin, prompts, rest, slots, positions, num_rows, prompt_stride, height_from, width_from, half,
+    block: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    if row >= tl.load(num_rows):
+        return
+    slot, index = tl.load(slots + row).to(tl.int64), tl.load(positions + row)
+    num_prompt, offset = tl.load(rest + 2 * slot), tl.load(rest + 2 * slot + 1)
+    # [block]
+    frequency = tl.arange(0, block)
+    inside = frequency < half
+    part = (frequency >= height_from).to(tl.int32) + (frequency >= width_from).to(tl.int32)
+    given = tl.where(inside, num_prompt, 0) > index
+    place = tl.load(prompts + slot * prompt_stride + index * 3 + part, mask=given, other=0)
+    place = tl.where(given, place, index + offset).to(tl.int64)
+    own = row.to(tl.int64) * half + frequency
+    tl.store(row_cos + own, tl.load(cos + place * half + frequency, mask=inside, other=0.0), mask=inside)
+    tl.store(row_sin + own, tl.load(sin + place * half + frequency, mask=inside, other=0.0), mask=inside)
