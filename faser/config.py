@@ -150,6 +150,9 @@ class ServerOptions:
     def __post_init__(self) -> None:
         generation.check_mode(self.generation_config)
         can_be_sent = all(key and key.isascii() and key.isprintable() for key in self.api_keys)
+        missing = [str(folder) for folder in self.media_access.allowed_folders if not folder.is_dir()]
+        if missing:
+            raise ConfigError(f"allowed media: {missing[0]!r} is no folder; give one that exists")
         # field: (whether its value is valid, what is expected)
         checks = {
             "port": (0 <= self.port <= 65535, "a port from 0 (any free one) to 65535"),

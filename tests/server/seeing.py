@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from base64 import b64encode
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from faser.server.messages import About, Start
 from faser.server.worker import Served
 from faser.text.tokenizer import StopChecker, Tokenizer
 from faser.vision import VisionSettings
+from tests.checkpoint import write_tokenizer
 from tests.server.paced_engine import make
 
 PLACEHOLDERS = ["<|image_pad|>", "<|video_pad|>"]
@@ -66,6 +68,39 @@ def make_seeing(start: Start) -> Served:
     assert about.tokenizer is not None
     engine = Watched(served.engine.scheduler, served.engine.executor)
     return Served(engine, about, Tokenizer.from_json(about.tokenizer))
+
+
+def write_seeing_checkpoint(folder: Path) -> None:
+    """A small random Qwen2-VL with tokenizer, chat template and processor, as people download it."""
+    import torch
+    import transformers
+
+    write_tokenizer(folder)
+    file = folder / "tokenizer.json"
+    text, (image, video) = with_placeholders(file.read_text())
+    file.write_text(text)
+    rope = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 2, 2]}
+    config = transformers.Qwen2VLConfig(
+        text_config={
+            "vocab_size": 320, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1,
+            "eos_token_id": 2, "rope_parameters": rope,
+        },
+        vision_config={
+            "depth": 2, "embed_dim": 16, "num_heads": 2, "mlp_ratio": 2, "hidden_size": 48, "patch_size": 14,
+            "spatial_merge_size": 2, "temporal_patch_size": 2,
+        },
+        image_token_id=image, video_token_id=video, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, 0.0, 0.3)
+    model.save_pretrained(folder)
+    pixels = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 56 * 56, "max_pixels": 112**2}
+    (folder / "preprocessor_config.json").write_text(json.dumps(pixels))
+    names = {"chat_template": TEMPLATE, "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
 
 
 def picture(width: int = 56, height: int = 56, seed: int = 0) -> bytes:
