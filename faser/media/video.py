@@ -23,7 +23,7 @@ from faser.errors import InvalidRequest
 from faser.media.containers import check_whole
 from faser.media.limits import MediaLimits
 from faser.media.options import DEFAULT_FPS, VideoOptions
-from faser.media.reader import Clock, FrameReader, Pixels, to_rgb
+from faser.media.reader import Clock, FrameReader, Pixels
 
 MIN_FRAMES = 4  # that are sampled by fps, if the video has them
 MAX_MISSING = 1.0  # seconds at the end for which the last frame may stand in
@@ -123,18 +123,20 @@ def _sample(
 def _collect(
     reader: FrameReader, wanted: FloatArray, resize: Resize | None, limits: MediaLimits
 ) -> tuple[NDArray[np.uint8], FloatArray]:
-    frames: list[Pixels] = []
-    seconds: list[float] = []
-    for shown, frame in _frames_for(reader, wanted.tolist()):
+    frames: NDArray[np.uint8] | None = None
+    seconds = np.zeros(len(wanted))
+    for i, (shown, frame) in enumerate(_frames_for(reader, wanted.tolist())):
         if resize is not None:
             frame = resize(frame, len(wanted))
-        if frames and frame.shape != frames[0].shape:
+        if frames is None:
+            if frame[..., 0].size * len(wanted) > limits.max_video_pixels:
+                raise _too_many_pixels(frame, len(wanted), limits)
+            frames = np.empty((len(wanted), *frame.shape), dtype=np.uint8)
+        if frame.shape != frames.shape[1:]:
             raise InvalidRequest("video whose frames change their size: expected one size; encode it again")
-        if frame.shape[0] * frame.shape[1] * len(wanted) > limits.max_video_pixels:
-            raise _too_many_pixels(frame, len(wanted), limits)
-        frames.append(frame)
-        seconds.append(shown)
-    return np.stack(frames), np.array(seconds)
+        frames[i], seconds[i] = frame, shown
+    assert frames is not None, "at least one frame is wanted, and each gets one"
+    return frames, seconds
 
 
 def _frames_for(reader: FrameReader, wanted: Sequence[float]) -> Iterator[tuple[float, Pixels]]:
@@ -148,20 +150,22 @@ def _frames_for(reader: FrameReader, wanted: Sequence[float]) -> Iterator[tuple[
             return
         if next_time > seconds + ROUNDING:
             continue
-        pixels = to_rgb(frame)
+        pixels = reader.to_rgb(frame)
         while next_time is not None and next_time <= seconds + ROUNDING:
             yield seconds, pixels
             next_time = next(pending, None)
-    yield from _stand_in(last, [] if next_time is None else [next_time, *pending])
+    yield from _stand_in(reader, last, [] if next_time is None else [next_time, *pending])
 
 
-def _stand_in(last: tuple[float, VideoFrame] | None, missing: Sequence[float]) -> Iterator[tuple[float, Pixels]]:
+def _stand_in(
+    reader: FrameReader, last: tuple[float, VideoFrame] | None, missing: Sequence[float]
+) -> Iterator[tuple[float, Pixels]]:
     """Files may count frames that are never shown. More than MAX_MISSING of them is damage."""
     if not missing:
         return
     if last is None or missing[-1] - last[0] > MAX_MISSING:
         raise InvalidRequest("video whose frames cannot all be decoded: it is damaged; encode it again")
-    pixels = to_rgb(last[1])
+    pixels = reader.to_rgb(last[1])
     for _ in missing:
         yield last[0], pixels
 

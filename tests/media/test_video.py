@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from faser.errors import InvalidRequest
-from faser.media import video as module
 from faser.media.containers import SEGMENT
 from faser.media.limits import MediaLimits
 from faser.media.options import VideoOptions
-from faser.media.prepare import picture_media, video_media
+from faser.media.prepare import check_num_media, picture_media, video_media
+from faser.media.reader import FrameReader
 from faser.media.video import decode_video, num_sampled
 from tests.media.clips import SETTINGS, clip, number, picture, save
 
@@ -93,18 +93,16 @@ def test_frames_are_sampled_by_time_where_the_rate_varies():
 
 def test_only_sampled_frames_become_rgb(mp4, monkeypatch):
     converted = []
-    to_rgb = module.to_rgb
-    monkeypatch.setattr(module, "to_rgb", lambda frame: converted.append(frame.pts) or to_rgb(frame))
+    to_rgb = FrameReader.to_rgb
+    monkeypatch.setattr(FrameReader, "to_rgb", lambda self, frame: converted.append(frame.pts) or to_rgb(self, frame))
     numbers(mp4, num_frames=4)
     assert len(converted) == 4
 
 
 def test_decoding_ends_behind_the_last_sample(mp4, monkeypatch):
     decoded = []
-    original = module.FrameReader.decoded
-    monkeypatch.setattr(
-        module.FrameReader, "decoded", lambda self: (decoded.append(pair) or pair for pair in original(self))
-    )
+    original = FrameReader.decoded
+    monkeypatch.setattr(FrameReader, "decoded", lambda self: (decoded.append(pair) or pair for pair in original(self)))
     assert numbers(mp4, num_frames=2) == [0, 15]
     assert len(decoded) < 18
 
@@ -199,6 +197,12 @@ def test_the_frames_of_a_long_video_share_the_pixels():
     assert (wide.grids[0].num_tokens, shared.grids[0].num_tokens) == (25, 16)
     with pytest.raises(InvalidRequest, match="fewer frames"):
         video_media(data, SETTINGS, MediaLimits(max_video_pixels=1000), VideoOptions(num_frames=20))
+
+
+def test_the_number_of_media_is_bounded():
+    check_num_media(3, MediaLimits(max_media=3))
+    with pytest.raises(InvalidRequest, match="4 pictures and videos"):
+        check_num_media(4, MediaLimits(max_media=3))
 
 
 def test_a_picture_becomes_media():
