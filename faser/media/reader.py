@@ -140,13 +140,12 @@ class FrameReader:
         """
         assert self._container is not None
         times: list[float | None] = []
+        tick = float(self._stream.time_base or 0)  # seconds; a fraction would be slow for each of many packets
         with _damage_named():
             for packet in self._container.demux(self._stream):
                 self._check_time()
-                if packet.is_corrupt:
-                    raise InvalidRequest("video that ends in the middle of a frame: it was cut; send the whole file")
                 if packet.size and not packet.is_discard:
-                    times.append(None if packet.pts is None else float(packet.pts * packet.time_base) - self._origin)
+                    times.append(None if packet.pts is None else packet.pts * tick - self._origin)
         return times
 
     def _decoded_frames(self) -> Iterator[VideoFrame]:
