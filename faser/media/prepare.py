@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from faser.errors import InvalidRequest
 from faser.media.grids import cut_video, picture_grid, resized, video_bounds
 from faser.media.limits import MediaLimits
 from faser.media.media import Media
@@ -10,6 +11,12 @@ from faser.media.pictures import decode_picture
 from faser.media.reader import Pixels
 from faser.media.video import decode_video
 from faser.vision import VisionSettings
+
+
+def check_num_media(num_media: int, limits: MediaLimits) -> None:
+    """Before the first of them is fetched."""
+    if num_media > limits.max_media:
+        raise InvalidRequest(f"{num_media} pictures and videos in one request: expected at most {limits.max_media}")
 
 
 def picture_media(

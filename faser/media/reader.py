@@ -22,6 +22,7 @@ import numpy as np
 from av.container import InputContainer
 from av.stream import Disposition
 from av.video.frame import VideoFrame
+from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
@@ -68,6 +69,7 @@ class FrameReader:
         self._deadline, self._clock = deadline, clock
         self._owns_file = isinstance(source, (str, Path))
         self._file = _open_file(source) if isinstance(source, (str, Path)) else source
+        self._reformatter = VideoReformatter()  # one for all frames: to make its tables takes longer than to use them
         self._container: InputContainer | None = None
         try:
             self._container = _open_container(self._file, self._limits)
@@ -101,7 +103,7 @@ class FrameReader:
 
     def __iter__(self) -> Iterator[tuple[float, Pixels]]:
         for seconds, frame in self.decoded():
-            yield seconds, to_rgb(frame)
+            yield seconds, self.to_rgb(frame)
 
     def frames_at(self, fps: float) -> Iterator[tuple[float, Pixels]]:
         """About `fps` frames a second: the first frame at or behind each multiple of 1 / fps, as it is decoded.
@@ -113,15 +115,23 @@ class FrameReader:
         next_tick = -math.inf
         for seconds, frame in self.decoded():
             if seconds + half >= next_tick:
-                yield seconds, to_rgb(frame)
+                yield seconds, self.to_rgb(frame)
                 next_tick = (math.floor((seconds + half) * fps + 1e-9) + 1) / fps
 
     def decoded(self) -> Iterator[tuple[float, VideoFrame]]:
-        """Seconds and frames in the decoder's own pixel format. A frame is valid until the next is asked for."""
+        """Seconds and frames in the decoder's own pixel format, for callers that convert few of them with `to_rgb`."""
         times = _Times(self._origin, self.fps)
         for frame in self._decoded_frames():
             self._check_frame(frame)
             yield times.of(frame.time), frame
+
+    def to_rgb(self, frame: VideoFrame) -> Pixels:
+        """[height, width, 3], turned upright as the file asks."""
+        with _damage_named():
+            converted = self._reformatter.reformat(frame, format="rgb24", threads=1)
+            pixels = np.asarray(converted.to_ndarray(), dtype=np.uint8)
+        turns = round(frame.rotation / 90) % 4
+        return np.ascontiguousarray(np.rot90(pixels, turns)) if turns else pixels
 
     def packet_times(self) -> list[float | None]:
         """Without decoding: the seconds of every frame, in the order of the file; None: it has no timestamp.
@@ -130,13 +140,12 @@ class FrameReader:
         """
         assert self._container is not None
         times: list[float | None] = []
+        tick = float(self._stream.time_base or 0)  # seconds; a fraction would be slow for each of many packets
         with _damage_named():
             for packet in self._container.demux(self._stream):
                 self._check_time()
-                if packet.is_corrupt:
-                    raise InvalidRequest("video that ends in the middle of a frame: it was cut; send the whole file")
                 if packet.size and not packet.is_discard:
-                    times.append(None if packet.pts is None else float(packet.pts * packet.time_base) - self._origin)
+                    times.append(None if packet.pts is None else packet.pts * tick - self._origin)
         return times
 
     def _decoded_frames(self) -> Iterator[VideoFrame]:
@@ -203,14 +212,6 @@ class _Times:
         seconds = expected if time is None or not math.isfinite(time) else max(0.0, time - self._origin)
         self._last = seconds if self._last is None or seconds > self._last else expected
         return self._last
-
-
-def to_rgb(frame: VideoFrame) -> Pixels:
-    """[height, width, 3], turned upright as the file asks."""
-    with _damage_named():
-        pixels = np.asarray(frame.to_ndarray(format="rgb24"), dtype=np.uint8)
-    turns = round(frame.rotation / 90) % 4
-    return np.ascontiguousarray(np.rot90(pixels, turns)) if turns else pixels
 
 
 # ---- FFmpeg's set-up ----

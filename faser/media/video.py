@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from av.video.frame import VideoFrame
 from numpy.typing import NDArray
 
 from faser.arrays import FloatArray, IntArray
@@ -23,7 +22,7 @@ from faser.errors import InvalidRequest
 from faser.media.containers import check_whole
 from faser.media.limits import MediaLimits
 from faser.media.options import DEFAULT_FPS, VideoOptions
-from faser.media.reader import Clock, FrameReader, Pixels, to_rgb
+from faser.media.reader import Clock, FrameReader, Pixels
 
 MIN_FRAMES = 4  # that are sampled by fps, if the video has them
 MAX_MISSING = 1.0  # seconds at the end for which the last frame may stand in
@@ -59,29 +58,34 @@ def decode_video(
     check_whole(data)
     deadline = clock() + limits.max_decode_seconds
     with FrameReader(io.BytesIO(data), limits, deadline=deadline, clock=clock) as reader:
-        times = _frame_times(reader, limits)
+        times, are_timed = _frame_times(reader, limits)
     duration = _duration(times)
     indices = _sample(times, duration, options, limits, frames_per_grid)
     with FrameReader(io.BytesIO(data), limits, deadline=deadline, clock=clock) as reader:
-        frames, seconds = _collect(reader, times[indices], resize, limits)
+        sampled = _sampled(reader, times[indices].tolist(), are_timed)
+        frames, seconds = _collect(sampled, len(indices), resize, limits)
     return VideoFrames(frames, seconds, len(indices) / duration)
 
 
 # ---- which frames ----
 
 
-def _frame_times(reader: FrameReader, limits: MediaLimits) -> FloatArray:
-    """[frames] seconds at which each is shown, ascending from 0."""
+def _frame_times(reader: FrameReader, limits: MediaLimits) -> tuple[FloatArray, bool]:
+    """[frames] seconds at which each is shown, ascending from 0; and whether they come from the file.
+
+    Timestamps that are missing or repeated say nothing: the frames are then counted.
+    """
     given = reader.packet_times()
     if not given:
         raise InvalidRequest("video without frames: expected at least one; it is damaged or was cut")
     known = [seconds for seconds in given if seconds is not None]
-    times = np.sort(np.array(known)) if len(known) == len(given) else np.arange(len(given)) / reader.fps
+    are_timed = len(set(known)) == len(given)
+    times = np.sort(np.array(known)) if are_timed else np.arange(len(given)) / reader.fps
     if times[-1] - times[0] > limits.max_video_seconds:
         raise InvalidRequest(
             f"video of {times[-1] - times[0]:.0f} s: expected at most {limits.max_video_seconds:g} s; send a part of it"
         )
-    return np.maximum(times, 0.0)
+    return np.maximum(times, 0.0), are_timed
 
 
 def _duration(times: FloatArray) -> float:
@@ -98,7 +102,7 @@ def num_sampled(total: int, duration: float, options: VideoOptions, max_frames: 
     else:
         wanted = math.floor(max(duration * (options.fps or DEFAULT_FPS), MIN_FRAMES) / frames_per_grid + ROUNDING)
         wanted *= frames_per_grid
-    return min(max(wanted, frames_per_grid), most) or total
+    return min(max(wanted, frames_per_grid), most) or min(total, max_frames)
 
 
 def _sample(
@@ -121,49 +125,47 @@ def _sample(
 
 
 def _collect(
-    reader: FrameReader, wanted: FloatArray, resize: Resize | None, limits: MediaLimits
+    sampled: Iterator[tuple[float, Pixels]], num_frames: int, resize: Resize | None, limits: MediaLimits
 ) -> tuple[NDArray[np.uint8], FloatArray]:
-    frames: list[Pixels] = []
-    seconds: list[float] = []
-    for shown, frame in _frames_for(reader, wanted.tolist()):
+    frames: NDArray[np.uint8] | None = None
+    seconds = np.zeros(num_frames)
+    for i, (shown, frame) in enumerate(sampled):
         if resize is not None:
-            frame = resize(frame, len(wanted))
-        if frames and frame.shape != frames[0].shape:
+            frame = resize(frame, num_frames)
+        if frames is None:
+            if frame[..., 0].size * num_frames > limits.max_video_pixels:
+                raise _too_many_pixels(frame, num_frames, limits)
+            frames = np.empty((num_frames, *frame.shape), dtype=np.uint8)
+        if frame.shape != frames.shape[1:]:
             raise InvalidRequest("video whose frames change their size: expected one size; encode it again")
-        if frame.shape[0] * frame.shape[1] * len(wanted) > limits.max_video_pixels:
-            raise _too_many_pixels(frame, len(wanted), limits)
-        frames.append(frame)
-        seconds.append(shown)
-    return np.stack(frames), np.array(seconds)
+        frames[i], seconds[i] = frame, shown
+    assert frames is not None, "at least one frame is wanted, and each gets one"
+    return frames, seconds
 
 
-def _frames_for(reader: FrameReader, wanted: Sequence[float]) -> Iterator[tuple[float, Pixels]]:
-    """For each wanted time, the first frame at or behind it. At the end the last frame stands in for missing ones."""
+def _sampled(reader: FrameReader, wanted: Sequence[float], are_timed: bool) -> Iterator[tuple[float, Pixels]]:
+    """For each wanted time, the first frame at or behind it. At the end the last frame stands in for missing ones.
+
+    Files may count frames that are never shown. More than MAX_MISSING seconds of them are damage.
+    """
     pending = iter(wanted)
-    next_time: float | None = next(pending)
-    last = None
-    for seconds, frame in reader.decoded():
-        last = (seconds, frame)
-        if next_time is None:
-            return
+    next_time = next(pending)
+    seconds, frame = 0.0, None
+    for i, (shown, frame) in enumerate(reader.decoded()):
+        seconds = shown if are_timed else i / reader.fps
         if next_time > seconds + ROUNDING:
             continue
-        pixels = to_rgb(frame)
-        while next_time is not None and next_time <= seconds + ROUNDING:
+        pixels = reader.to_rgb(frame)
+        while next_time <= seconds + ROUNDING:
             yield seconds, pixels
-            next_time = next(pending, None)
-    yield from _stand_in(last, [] if next_time is None else [next_time, *pending])
-
-
-def _stand_in(last: tuple[float, VideoFrame] | None, missing: Sequence[float]) -> Iterator[tuple[float, Pixels]]:
-    """Files may count frames that are never shown. More than MAX_MISSING of them is damage."""
-    if not missing:
-        return
-    if last is None or missing[-1] - last[0] > MAX_MISSING:
+            next_time = next(pending, math.inf)
+        if next_time == math.inf:
+            return
+    missing = [next_time, *pending]
+    if frame is None or missing[-1] - seconds > MAX_MISSING:
         raise InvalidRequest("video whose frames cannot all be decoded: it is damaged; encode it again")
-    pixels = to_rgb(last[1])
     for _ in missing:
-        yield last[0], pixels
+        yield seconds, reader.to_rgb(frame)
 
 
 def _too_many_pixels(frame: Pixels, num_frames: int, limits: MediaLimits) -> InvalidRequest:

@@ -107,7 +107,7 @@ def test_sampling_follows_time_where_the_rate_varies():
 
 def test_frames_that_are_not_sampled_are_not_converted(mp4, monkeypatch):
     converted = []
-    monkeypatch.setattr(module, "to_rgb", lambda frame: converted.append(frame.pts))
+    monkeypatch.setattr(FrameReader, "to_rgb", lambda _, frame: converted.append(frame.pts))
     with FrameReader(io.BytesIO(mp4)) as reader:
         list(reader.frames_at(1))
     assert len(converted) == 3
@@ -145,19 +145,26 @@ def test_a_stream_that_starts_late_counts_from_its_start():
         assert next(iter(reader))[0] == 0.0
 
 
-@pytest.mark.parametrize("turn", [0, 90, 180, -90])
-def test_frames_are_turned_upright(turn):
-    pixels = np.zeros((16, 32, 3), dtype=np.uint8)
-    pixels[:, :16] = 255
+MATRICES = {  # a, b, c, d of x' = a x + c y, y' = b x + d y, by the counterclockwise quarter turns that they ask for
+    0: (1, 0, 0, 1),
+    1: (0, -1, 1, 0),
+    2: (-1, 0, 0, -1),
+    3: (0, 1, -1, 0),
+}
 
-    class Turned:
-        rotation = turn
 
-        def to_ndarray(self, format):
-            return pixels
-
-    upright = module.to_rgb(Turned())
-    assert np.array_equal(upright, np.rot90(pixels, turn // 90))
+@pytest.mark.parametrize("turns", MATRICES)
+def test_frames_are_turned_upright(turns):
+    """A phone that is held upright writes frames that lie, and a matrix that says so."""
+    half = np.zeros((48, 64, 3), dtype=np.uint8)
+    half[:24, :32] = 255
+    data = bytearray(clip(2, draw=lambda *_: half))
+    at = data.index(b"tkhd") + 44
+    a, b, c, d = (value << 16 for value in MATRICES[turns])
+    data[at : at + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+    with FrameReader(io.BytesIO(bytes(data))) as reader:
+        _, frame = next(iter(reader))
+    assert np.array_equal(frame > 128, np.rot90(half > 128, turns))
 
 
 # ---- refused ----

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from faser.errors import InvalidRequest
-from faser.media import video as module
 from faser.media.containers import SEGMENT
 from faser.media.limits import MediaLimits
 from faser.media.options import VideoOptions
-from faser.media.prepare import picture_media, video_media
+from faser.media.prepare import check_num_media, picture_media, video_media
+from faser.media.reader import FrameReader
 from faser.media.video import decode_video, num_sampled
 from tests.media.clips import SETTINGS, clip, number, picture, save
 
@@ -76,6 +76,10 @@ def test_as_many_frames_are_sampled_as_by_transformers(total, source_fps, fps):
     assert count == reference_count(total, source_fps, fps, 768)
 
 
+def test_a_bound_below_a_grid_holds():
+    assert num_sampled(100, 10.0, VideoOptions(), 1, 2) == 1
+
+
 @pytest.mark.parametrize(("total", "expected"), [(1, [0]), (2, [0, 1]), (3, [0, 1]), (5, [0, 1, 2, 3])])
 def test_short_videos_give_what_they_have(total, expected):
     assert numbers(clip(total)) == expected
@@ -93,20 +97,18 @@ def test_frames_are_sampled_by_time_where_the_rate_varies():
 
 def test_only_sampled_frames_become_rgb(mp4, monkeypatch):
     converted = []
-    to_rgb = module.to_rgb
-    monkeypatch.setattr(module, "to_rgb", lambda frame: converted.append(frame.pts) or to_rgb(frame))
+    to_rgb = FrameReader.to_rgb
+    monkeypatch.setattr(FrameReader, "to_rgb", lambda self, frame: converted.append(frame.pts) or to_rgb(self, frame))
     numbers(mp4, num_frames=4)
     assert len(converted) == 4
 
 
 def test_decoding_ends_behind_the_last_sample(mp4, monkeypatch):
     decoded = []
-    original = module.FrameReader.decoded
-    monkeypatch.setattr(
-        module.FrameReader, "decoded", lambda self: (decoded.append(pair) or pair for pair in original(self))
-    )
+    original = FrameReader.decoded
+    monkeypatch.setattr(FrameReader, "decoded", lambda self: (decoded.append(pair) or pair for pair in original(self)))
     assert numbers(mp4, num_frames=2) == [0, 15]
-    assert len(decoded) < 18
+    assert len(decoded) == 16
 
 
 # ---- bounds ----
@@ -155,6 +157,19 @@ def test_a_cut_file_is_refused(kind, codec, share):
     assert message(data[: int(len(data) * share)]).startswith("video")
 
 
+@pytest.mark.parametrize("share", [0.5, 0.8, 0.97])
+def test_a_stream_may_end_anywhere(share):
+    data = clip(kind="mpegts")
+    found = numbers(data[: int(len(data) * share)])
+    assert len(found) >= 2
+    assert found == sorted(found)
+
+
+def test_streams_that_were_joined_are_read():
+    """The second starts its timestamps again."""
+    assert numbers(clip(10, kind="mpegts") * 2, num_frames=20) == [*range(10)] * 2
+
+
 def test_a_live_recording_without_sizes_is_read():
     data = clip(kind="matroska")
     segment = data.index(SEGMENT) + 4
@@ -199,6 +214,12 @@ def test_the_frames_of_a_long_video_share_the_pixels():
     assert (wide.grids[0].num_tokens, shared.grids[0].num_tokens) == (25, 16)
     with pytest.raises(InvalidRequest, match="fewer frames"):
         video_media(data, SETTINGS, MediaLimits(max_video_pixels=1000), VideoOptions(num_frames=20))
+
+
+def test_the_number_of_media_is_bounded():
+    check_num_media(3, MediaLimits(max_media=3))
+    with pytest.raises(InvalidRequest, match="4 pictures and videos"):
+        check_num_media(4, MediaLimits(max_media=3))
 
 
 def test_a_picture_becomes_media():
