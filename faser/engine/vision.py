@@ -142,7 +142,7 @@ class Encoding:
 
 @dataclass
 class _EncodingRoom:
-    """What one step has for the encoder. Without a pace, or before the first measurement, it takes one grid."""
+    """What one step has for the encoder. Without a pace there is no bound; before the first measurement, one grid."""
 
     pace: StepPace | None
     seconds: float
@@ -162,9 +162,10 @@ class _EncodingRoom:
         return self.pace.encoding.seconds(self.patches, self.pairs) if self.pace is not None else 0.0
 
     def _fits(self, patches: int, pairs: float) -> bool:
-        if self.pace is None or not self.pace.encoding.per_row:
-            return False
-        return self.pace.encoding.seconds(patches, pairs) <= self.seconds
+        if self.pace is None:
+            return True
+        is_known = self.pace.encoding.per_row > 0
+        return is_known and self.pace.encoding.seconds(patches, pairs) <= self.seconds
 
 
 class VisionPlanner:
