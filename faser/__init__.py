@@ -7,20 +7,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from faser.llm import LLM
+    from faser.llm import LLM, MediaPrompt
     from faser.request import FinishReason, RequestOutput, SamplingParams, Stats, TokenLogprobs
 
-__all__ = ["LLM", "FinishReason", "RequestOutput", "SamplingParams", "Stats", "TokenLogprobs"]
+__all__ = ["LLM", "FinishReason", "MediaPrompt", "RequestOutput", "SamplingParams", "Stats", "TokenLogprobs"]
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'faser' has no attribute {name!r}")
-    if name == "LLM":
+    if name in ("LLM", "MediaPrompt"):
         from faser.extras import require
         from faser.threads import prepare_openmp
 
         require("engine")
         prepare_openmp()  # before torch loads
-        return import_module("faser.llm").LLM
+        return getattr(import_module("faser.llm"), name)
     return getattr(import_module("faser.request"), name)

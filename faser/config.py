@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from faser.errors import ConfigError
 from faser.machine import DEVICES
+from faser.media.limits import MediaAccess, MediaLimits
 from faser.models import config as model_config
 from faser.models import generation
 from faser.policy import Policy, make_policy
@@ -23,6 +24,8 @@ NO_DRAFT = "none"  # a folder of this name is ./none
 DEFAULT_POLICY = "faser"  # with a draft
 DTYPES = ("auto", *model_config.DTYPES)
 PROFILING = ("quick", "full", "none")
+TEXT_BODY = 8 * 2**20  # bytes of a request
+MEDIA_BODY = 64 * 2**20  # of one with pictures and videos as data URLs, which are a third larger than the files
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 InMemory = TypeVar("InMemory")  # a model that is loaded
@@ -131,9 +134,11 @@ class ServerOptions:
     api_keys: tuple[str, ...] = ()  # empty: no key is needed
     open_metrics: bool = False  # /metrics needs no key
     max_waiting: int = 256  # requests in the queue, besides the running ones; a further one is answered 503
-    max_body_size: int = 8 * 2**20  # bytes
+    max_body_size: int | None = None  # bytes; None: TEXT_BODY, and MEDIA_BODY where the model can see
     max_prompt_tokens: int | None = None  # None: what the model takes
     cors_origins: tuple[str, ...] = ()  # empty: no CORS headers
+    media_access: MediaAccess = field(default_factory=MediaAccess)  # from where pictures and videos are read
+    media_limits: MediaLimits = field(default_factory=MediaLimits)
     grace: float = 30.0  # seconds for open requests to finish after SIGTERM
     on_engine_failure: str = "restart"
     engine_timeout: float = 300.0  # seconds of silence after which an engine with open requests counts as hung
@@ -145,11 +150,14 @@ class ServerOptions:
     def __post_init__(self) -> None:
         generation.check_mode(self.generation_config)
         can_be_sent = all(key and key.isascii() and key.isprintable() for key in self.api_keys)
+        missing = [str(folder) for folder in self.media_access.allowed_folders if not folder.is_dir()]
+        if missing:
+            raise ConfigError(f"allowed media: {missing[0]!r} is no folder; give one that exists")
         # field: (whether its value is valid, what is expected)
         checks = {
             "port": (0 <= self.port <= 65535, "a port from 0 (any free one) to 65535"),
             "max_waiting": (self.max_waiting >= 0, "an integer of at least 0"),
-            "max_body_size": (self.max_body_size >= 1, "at least 1 byte"),
+            "max_body_size": (self.max_body_size is None or self.max_body_size >= 1, "at least 1 byte"),
             "max_prompt_tokens": (self.max_prompt_tokens is None or self.max_prompt_tokens >= 1, "at least 1"),
             "engine_timeout": (self.engine_timeout > 0, "seconds above 0"),
             "grace": (0 <= self.grace < inf, "seconds, 0 or more"),
@@ -161,3 +169,7 @@ class ServerOptions:
             if not valid:
                 shown = "(not shown)" if name == "api_keys" else repr(getattr(self, name))
                 raise ConfigError(f"{name}={shown}: expected {expected}")
+
+    def body_limit(self, can_see: bool) -> int:
+        """The most bytes of a request."""
+        return self.max_body_size or (MEDIA_BODY if can_see else TEXT_BODY)

@@ -5,10 +5,12 @@ Knows text, prompts and defaults; the engine knows none of these.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+import re
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from threading import Lock, get_ident
 from typing import Any
 
@@ -17,6 +19,12 @@ from faser.config import EngineOptions
 from faser.engine.engine import Engine
 from faser.engine.stats import EngineStats
 from faser.errors import EngineError, FaserError, InvalidRequest
+from faser.extras import require
+from faser.media.limits import MediaAccess, MediaLimits
+from faser.media.media import Media
+from faser.media.messages import refuse_placeholders, split_messages
+from faser.media.options import parse_options
+from faser.media.placement import place_media
 from faser.models import generation
 from faser.models.source import open_target, recommended_sampling
 from faser.models.transformer import Transformer
@@ -37,8 +45,21 @@ from faser.text.chat import ChatTemplate, Message
 from faser.text.grammar import GrammarCompiler, shared_compiler
 from faser.text.stream import ChunkStream
 from faser.text.tokenizer import StopChecker, Tokenizer
+from faser.vision import Vision, VisionSettings
 
-Prompt = str | Sequence[int]
+
+@dataclass(frozen=True)
+class MediaPrompt:
+    """A prompt, and what it shows. The prompt has one placeholder for each medium, in their order."""
+
+    prompt: str | Sequence[int]
+    media: Sequence[Media]
+
+
+Prompt = str | Sequence[int] | MediaPrompt
+URL_SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
+_BLIND = "the model takes text alone; load one that sees, such as Qwen2.5-VL"
+LOCAL_MEDIA = MediaAccess(allowed_folders=(Path("/"),))  # the caller may read what this process may
 
 
 class LLM:
@@ -49,6 +70,7 @@ class LLM:
         None: the default model's own draft, and no draft for other models.
     policy: a name of faser/policy ("faser", "off", "fixed:K", …), or a Policy; None: "faser" with a draft, else "off".
     chat_template: a template or its text; None: the model's own.
+    vision_settings: how a model in memory takes pictures; other models bring their own.
     generation_config: sampling of calls without SamplingParams: "auto" follows the model's generation_config.json,
         "none" uses SamplingParams().
     sizes: further fields of faser.config.EngineOptions.
@@ -66,6 +88,7 @@ class LLM:
         tokenizer: Tokenizer | None = None,
         chat_template: str | ChatTemplate | None = None,
         generation_config: str = "auto",
+        vision_settings: VisionSettings | None = None,
         **sizes: Any,
     ) -> None:
         try:
@@ -74,8 +97,10 @@ class LLM:
             raise TypeError(str(error).replace("EngineOptions.__init__()", "LLM()")) from None
         generation.check_mode(generation_config)
         recommended = generation.NOTHING
+        self.vision_settings = vision_settings
         if not isinstance(model, Transformer):
             recommended = recommended_sampling(model, generation_config)
+            self.vision_settings = vision_settings or open_target(model).vision_settings()
         recommended.log_ignored()
         self.default_params = recommended.params
         pair = load_pair(model, draft, options)
@@ -96,7 +121,9 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Generate for every prompt (a string or a list of token ids) in one continuous batch; outputs in their order.
+        """Generate for every prompt in one continuous batch; outputs in their order.
+
+        A prompt is a string, a list of token ids, or a MediaPrompt of either with pictures and videos.
 
         All prompts are checked before the first is run. `params`: one for all, or one for each; None: `default_params`,
         with max_tokens cut to the room that the prompt leaves.
@@ -113,12 +140,18 @@ class LLM:
                 received = _run(engine, requests)
             return [self._output(request, *received[request.id]) for request in requests]
 
-    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> RequestOutput:
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        mm_processor_kwargs: Mapping[str, object] | None = None,
+    ) -> RequestOutput:
         """Answer a conversation: messages are {"role": …, "content": …}, as the model's chat template takes them.
 
-        `params`: as for `generate`.
+        The content may be a list of parts as in OpenAI's API: text, image_url and video_url, with data URLs or paths of
+        files. `mm_processor_kwargs`: fps, num_frames, min_pixels, max_pixels. `params`: as for `generate`.
         """
-        return self.generate([self.chat_prompt(messages)], params)[0]
+        return self.generate([self._conversation(messages, mm_processor_kwargs)], params)[0]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Chunk, None, None]:
         """Generate for one prompt; yields tokens and text as they become certain.
@@ -146,20 +179,39 @@ class LLM:
         yield chunk  # the last one, after the lock is released
 
     def stream_chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        mm_processor_kwargs: Mapping[str, object] | None = None,
     ) -> Generator[Chunk, None, None]:
         """`stream` for a conversation."""
-        yield from self.stream(self.chat_prompt(messages), params)
+        yield from self.stream(self._conversation(messages, mm_processor_kwargs), params)
+
+    def _conversation(self, messages: Sequence[Message], options: Mapping[str, object] | None) -> Prompt:
+        plain, references = split_messages(messages)
+        if self.vision_settings is None and (references or options):
+            raise InvalidRequest(f"{references[0].place if references else 'mm_processor_kwargs'}: {_BLIND}")
+        token_ids = self.chat_prompt(plain)
+        if self.vision_settings is None or not references:
+            return token_ids
+        require("vision")
+        from faser.media.load import load_media  # imports the decoders
+
+        local = [replace(each, url=_absolute(each.url)) for each in references]
+        given = parse_options(options or {})
+        return MediaPrompt(token_ids, load_media(local, self.vision_settings, LOCAL_MEDIA, MediaLimits(), given))
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The token ids of a conversation, up to the beginning of the model's answer."""
+        """The token ids of a conversation, up to the beginning of the model's answer. Each picture has one."""
         if self._tokenizer is None:
             raise InvalidRequest("messages need a tokenizer, and the model has none; give token ids to generate()")
         if self.chat_template is None:
             raise InvalidRequest(
                 "the model has no chat template; give one (chat_template=…, --chat-template FILE), or a plain prompt"
             )
-        return self._tokenizer.encode(self.chat_template.render(messages), add_special_tokens=False)
+        text = self.chat_template.render(messages)
+        refuse_placeholders(messages, [self._tokenizer.token_text(token) for token in self._placeholder_ids])
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
@@ -180,7 +232,10 @@ class LLM:
 
     def fitted(self, params: SamplingParams, prompt: Prompt) -> SamplingParams:
         """`params` with max_tokens cut to the room after the prompt, but at least 1."""
-        room = self.max_request_tokens - len(self._token_ids(prompt))
+        return self._fitted(params, len(self._placed(prompt)[0]))
+
+    def _fitted(self, params: SamplingParams, num_prompt: int) -> SamplingParams:
+        room = self.max_request_tokens - num_prompt
         return replace(params, max_tokens=min(params.max_tokens, max(1, params.min_tokens, room)))
 
     @property
@@ -218,9 +273,9 @@ class LLM:
 
     def _make_request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
         self._num_requests += 1
-        token_ids = self._token_ids(prompt)
+        token_ids, vision = self._placed(prompt)
         if params is None:
-            params = self.fitted(self.default_params, token_ids)
+            params = self._fitted(self.default_params, len(token_ids))
         params.check_vocabulary(self._config.vocab_size)
         if params.grammar is not None:
             if self._compiler is None:
@@ -232,9 +287,28 @@ class LLM:
             params=params,
             seed=draw_seed(params.seed),
             stop_ids=params.stop_ids(self._config.eos_token_ids),
+            vision=vision,
         )
 
-    def _token_ids(self, prompt: Prompt) -> tuple[int, ...]:
+    @property
+    def _placeholder_ids(self) -> tuple[int, ...]:
+        settings = self.vision_settings
+        return () if settings is None else (settings.image_token_id, settings.video_token_id)
+
+    def _placed(self, prompt: Prompt) -> tuple[tuple[int, ...], Vision | None]:
+        """The token ids of a prompt, and what it shows."""
+        if isinstance(prompt, MediaPrompt):
+            if self.vision_settings is None:
+                raise InvalidRequest(f"prompt: {_BLIND}")
+            placed, vision = place_media(self._token_ids(prompt.prompt), prompt.media, self.vision_settings)
+            return tuple(placed), vision
+        token_ids = self._token_ids(prompt)
+        found = next((token for token in self._placeholder_ids if token in token_ids), None)
+        if found is not None:
+            raise InvalidRequest(f"prompt: token {found} stands for a picture or a video; give a MediaPrompt with them")
+        return token_ids, None
+
+    def _token_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise InvalidRequest("a text prompt needs a tokenizer, and the model has none; give token ids")
@@ -301,16 +375,21 @@ def _run(engine: Engine, requests: Sequence[Request]) -> dict[str, tuple[list[in
     return {name: (tokens[name], logprobs[name], ends[name]) for name in tokens}
 
 
+def _absolute(url: str) -> str:
+    """A path of a file, made absolute; other URLs as they are."""
+    return url if URL_SCHEME.match(url) else str(Path(url).expanduser().absolute())
+
+
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several. A flat list of numbers is one prompt of token ids."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | MediaPrompt):
         return [prompts]
     listed: list[Any] = list(prompts)
-    if listed and not any(isinstance(item, str | Sequence) or hasattr(item, "__len__") for item in listed):
+    if listed and not any(isinstance(item, MediaPrompt) or hasattr(item, "__len__") for item in listed):
         return [listed]
     for item in listed:
-        if not isinstance(item, str) and not hasattr(item, "__len__"):
-            raise InvalidRequest(f"prompt {item!r}: expected a string or a list of token ids")
+        if not isinstance(item, MediaPrompt) and not hasattr(item, "__len__"):
+            raise InvalidRequest(f"prompt {item!r}: expected a string or a list of token ids, or a MediaPrompt")
     return listed
 
 

@@ -25,7 +25,8 @@ WITHOUT_TORCH = [
     "faser.text.chat", "faser.text.stream", "faser.cli.arguments", "faser.cli.terminal", "faser.cost.profile",
     "faser.cli.profile", "faser.text.grammar", "faser.bench.command", "faser.bench.remote", "faser.bench.systems",
     "faser.bench.report.page", "faser.bench.simulate", "faser.models.generation", "faser.vllm", "faser.vllm.patches",
-    "faser.vllm.scheduling", "faser.vllm.dashboard",
+    "faser.vllm.scheduling", "faser.vllm.dashboard", "faser.media.prepare", "faser.media.placement",
+    "faser.media.fetch", "faser.media.load", "faser.media.messages",
 ]  # fmt: skip
 # Modules that need numpy and nothing else: a plugin for another engine uses them.
 WITH_NUMPY_ALONE = [
@@ -93,6 +94,11 @@ def test_help_needs_no_library_at_all(command, says):
     done = run_with_only(code, "faser")
     assert done.returncode == 0, done.stderr
     assert says in done.stdout
+
+
+def test_a_server_of_text_needs_no_decoder():
+    done = run("import faser.server.app, faser.server.worker", PACKAGES["vision"])
+    assert done.returncode == 0, done.stderr
 
 
 # ---- missing extras ----

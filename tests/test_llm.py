@@ -9,13 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from faser import LLM, FinishReason, SamplingParams
+from faser import LLM, FinishReason, MediaPrompt, SamplingParams
 from faser.errors import ConfigError, EngineError, InvalidRequest, ModelError, RequestTooLong, UnsupportedModel
+from faser.media.media import Media
 from faser.text.chat import ChatTemplate
+from faser.vision import VisionSettings
 from tests.checkpoint import TEXT, write_tokenizer
 from tests.models.reference import save_hf
 from tests.models.test_logits import CASES
-from tests.tiny import make_draft, make_model
+from tests.tiny import VISION, make_draft, make_grid, make_model, make_vision_model
 
 
 @pytest.fixture(scope="module")
@@ -399,3 +401,36 @@ def test_the_most_tokens_of_a_request_are_the_model_s_or_the_pool_s():
     with pytest.raises(RequestTooLong):
         small.generate([[1]], SamplingParams(max_tokens=32))
     assert small.generate([[1]], SamplingParams(max_tokens=31, ignore_eos=True))
+
+
+# ---- pictures ----
+
+EYES = VisionSettings(
+    patch_size=VISION.patch_size, merge_size=VISION.merge_size, frames_per_grid=2, min_pixels=1, max_pixels=10**6,
+    video_min_pixels=1, video_max_pixels=10**6, image_token_id=VISION.image_token_id,
+    video_token_id=VISION.video_token_id, has_spatial_positions=True,
+)  # fmt: skip
+
+
+def test_generate_takes_prompts_with_and_without_pictures():
+    image = VISION.image_token_id
+    media = [Media("image", (make_grid(seed=seed),), None, 1) for seed in range(2)]
+    prompts = [MediaPrompt([3, image, 4], media[:1]), [3, 4, 5], MediaPrompt([3, image, 4, image], media)]
+    with LLM(make_vision_model(), num_pages=64, vision_settings=EYES) as llm:
+        together = llm.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True))
+        assert together[0].prompt_token_ids == [3, *[image] * media[0].num_tokens, 4]
+        for prompt, output in zip(prompts, together, strict=True):
+            (alone,) = llm.generate(prompt, SamplingParams(max_tokens=6, ignore_eos=True))
+            assert alone.token_ids == output.token_ids
+        room = llm.max_request_tokens - len(together[2].prompt_token_ids)
+        assert llm.fitted(SamplingParams(max_tokens=1000), prompts[2]).max_tokens == room
+        with pytest.raises(InvalidRequest, match="placeholders"):
+            llm.generate(MediaPrompt([3, image], media))
+
+
+def test_a_model_without_eyes_takes_no_pictures():
+    with LLM(make_model(), num_pages=16) as llm:
+        with pytest.raises(InvalidRequest, match="text alone"):
+            llm.generate(MediaPrompt([1], []))
+        with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[0\]: .*text alone"):
+            llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}])

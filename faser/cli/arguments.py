@@ -22,7 +22,7 @@ POLICIES = "faser, off, fixed:K, table:64=3/128=1, goodput, ema, adaspec, tetris
 # Options that a shell completes with file names.
 FILE_DESTINATIONS = (
     "model", "draft", "chat_template", "trace", "workload", "save_workload", "prompts", "out", "report",
-    "profile", "video",
+    "profile", "video", "allowed_media",
 )  # fmt: skip
 
 
@@ -272,7 +272,10 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--open-metrics", action="store_true", help="serve /metrics without a key")
     add("--max-waiting", type=int, default=256, metavar="N", help="requests in the queue; default: 256")
-    add("--max-body-size", type=float, default=8.0, metavar="MIB", help="of one request; default: 8")
+    add(
+        "--max-body-size", type=float, metavar="MIB",
+        help="of one request; default: 8, and 64 for a model that takes pictures",
+    )  # fmt: skip
     add("--max-prompt-tokens", type=int, metavar="N", help="default: what the model takes")
     add(
         "--cors-origin", action="append", default=[], metavar="ORIGIN",
@@ -288,15 +291,40 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--on-engine-failure", choices=("restart", "exit"), default="restart", help="default: restart")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="default: info")
+    _add_media(parser)
     add_chat_template(parser)
     add_generation_config(parser)
     add_engine(parser)
 
 
+def _add_media(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("pictures and videos").add_argument
+    add(
+        "--allowed-media", action="append", default=[], metavar="FOLDER",
+        help="requests may name files in this folder; may be given several times; default: none, only data URLs",
+    )  # fmt: skip
+    add(
+        "--allow-media-network",
+        action="store_true",
+        help="requests may name http and https addresses, which the server then fetches",
+    )
+    add("--max-media-size", type=float, default=64.0, metavar="MIB", help="of one file; default: 64")
+    add(
+        "--max-media-pixels", type=int, default=2**25, metavar="N",
+        help="width × height of a picture or frame, as sent; default: 33554432",
+    )  # fmt: skip
+    add("--max-media-frames", type=int, default=512, metavar="N", help="that are taken of one video; default: 512")
+    add(
+        "--max-media-seconds", type=float, default=3600.0, metavar="S",
+        help="length of one video; default: 3600",
+    )  # fmt: skip
+
+
 def server_options(args: argparse.Namespace) -> ServerOptions:
     from faser.config import API_KEY_VARIABLE, EngineOptions, ServerOptions
+    from faser.media.limits import MediaAccess, MediaLimits
 
-    key = os.environ.get(API_KEY_VARIABLE)
+    key, body = os.environ.get(API_KEY_VARIABLE), args.max_body_size
     names = (
         "model", "draft", "host", "port", "served_model_name", "open_metrics", "max_waiting", "max_prompt_tokens",
         "grace", "on_engine_failure", "engine_timeout", "generation_config", "log_level",
@@ -305,7 +333,16 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         **{name: getattr(args, name) for name in names},
         engine=EngineOptions(**engine_fields(args)),
         api_keys=(*args.api_key, *([key] if key else [])),
-        max_body_size=_num_bytes("--max-body-size", args.max_body_size, 2**20),
+        max_body_size=None if body is None else _num_bytes("--max-body-size", body, 2**20),
+        media_access=MediaAccess(
+            allowed_folders=tuple(map(Path, args.allowed_media)), allow_network=args.allow_media_network
+        ),
+        media_limits=MediaLimits(
+            max_bytes=_num_bytes("--max-media-size", args.max_media_size, 2**20),
+            max_pixels=args.max_media_pixels,
+            max_frames=args.max_media_frames,
+            max_video_seconds=args.max_media_seconds,
+        ),
         cors_origins=tuple(args.cors_origin),
         chat_template=chat_template_text(args),
     )

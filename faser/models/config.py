@@ -17,6 +17,7 @@ from faser.errors import ConfigError, ModelError, UnsupportedModel
 from faser.models.fields import REQUIRED, Fields, is_id, optional_id, read_object
 from faser.models.vision import config as eyes
 from faser.models.vision.config import VisionConfig
+from faser.models.vision.settings import read_pixels
 
 FAMILIES = {
     "LlamaForCausalLM": "llama",
@@ -76,13 +77,16 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
-        """Read config.json and, where there is one, generation_config.json."""
+        """Read config.json and, where they are there, generation_config.json and, of a model with eyes, its pixels."""
         path = Path(folder) / "config.json"
         if not path.is_file():
             raise ModelError(f"{folder}: no config.json there; expected a Hugging Face model folder")
         generation_path = Path(folder) / "generation_config.json"
         generation = read_object(generation_path) if generation_path.is_file() else None
-        return cls.from_dict(read_object(path), generation, where=str(path))
+        config = cls.from_dict(read_object(path), generation, where=str(path))
+        if config.vision is None:
+            return config
+        return replace(config, vision=read_pixels(config.vision, Path(folder)))
 
     @classmethod
     def from_dict(

@@ -37,6 +37,7 @@ from faser.text.tokenizer import Tokenizer, make_text_stream, num_held_back
 
 _encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
+_TEXT_ALONE = PromptDetails()
 _MARK = f"text-{token_hex(16)}"  # a placeholder for the text of an event; unique
 
 
@@ -251,8 +252,8 @@ class ChatAnswerer(Answerer):
         return token, logprob, list(raw)
 
 
-def count_usage(prompts: Sequence[int], choices: Iterable[Choice]) -> Usage:
-    """Tokens of all choices. A prompt shared by several choices counts once."""
+def count_usage(prompts: Sequence[int], choices: Iterable[Choice], details: PromptDetails = _TEXT_ALONE) -> Usage:
+    """Tokens of all choices. A prompt shared by several choices counts once. `details`: what the prompts show."""
     choices = list(choices)
     ends = [choice.finish.stats for choice in choices if choice.finish is not None]
     num_output = sum(choice.num_tokens for choice in choices)
@@ -262,6 +263,6 @@ def count_usage(prompts: Sequence[int], choices: Iterable[Choice]) -> Usage:
         num_prompt,
         num_output,
         num_prompt + num_output,
-        PromptDetails(sum(stats.cached for stats in ends[::per_prompt])),
+        msgspec.structs.replace(details, cached_tokens=sum(stats.cached for stats in ends[::per_prompt])),
         CompletionDetails(sum(s.accepted for s in ends), sum(s.drafted - s.accepted for s in ends)),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from time import monotonic, time
 from typing import Any
 
@@ -98,16 +98,19 @@ class Api:
 
     async def chat(self, request: Request) -> Response:
         body, arrived = await self._body(request), monotonic()
-        call = await self.service.chat(parse(body, ChatRequest), arrived)
+        parsed = parse(body, ChatRequest)
+        work = self.service.chat(parsed, arrived)
+        # Media can take seconds to load, text does not: a client that leaves is noticed when it is answered.
+        call = await (_while_connected(request, work) if parsed.has_media else work)
         return Generation(call, self.service, self._figures)
 
     async def _body(self, request: Request) -> bytes:
         """The body. One above the limit is refused as soon as that is known."""
-        self.service.served()  # answers 503 before the body is read
+        served = self.service.served()  # answers 503 before the body is read
         encoding = request.headers.get("content-encoding", "identity")
         if encoding != "identity":
             raise ApiError(415, f"Content-Encoding {encoding[:100]!r} is not supported; send the body as it is")
-        most = self._options.max_body_size
+        most = self._options.body_limit(can_see=served.about.vision is not None)
         declared = request.headers.get("content-length", "")
         if declared.isdigit() and int(declared) > most:
             raise _too_large(most)
@@ -168,6 +171,24 @@ class Api:
         return Response(openapi.document(), media_type=_JSON)
 
 
+async def _while_connected(request: Request, work: Coroutine[Any, Any, Call]) -> Call:
+    """The result of the work, which is cancelled when the client disconnects. The body must have been read."""
+    task, watcher = asyncio.create_task(work), asyncio.create_task(_disconnect(request.receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        watcher.cancel()
+        task.cancel()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 class Generation(Response):
     """The answer to a request that is still generating."""
 
@@ -193,8 +214,7 @@ class Generation(Response):
             self._service.cancel(self._call)
 
     async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await _disconnect(receive)
         self._call.stream.fail(Disconnected())
 
     async def _whole(self, send: Send) -> None:
@@ -203,7 +223,9 @@ class Generation(Response):
         while any(choice.finish is None for choice in call.choices):
             for choice, progress in _by_choice(await call.stream.take(), call.choices):
                 pieces[choice.index].append(choice.feed(progress))
-        body = call.answerer.whole([_joined(parts) for parts in pieces], count_usage(call.prompt_sizes, call.choices))
+        body = call.answerer.whole(
+            [_joined(parts) for parts in pieces], count_usage(call.prompt_sizes, call.choices, call.details)
+        )
         await Response(body, media_type=_JSON)({"type": "http"}, _nothing, send)
 
     async def _stream(self, send: Send) -> None:
@@ -225,7 +247,7 @@ class Generation(Response):
             events = b""
             arrivals = _by_choice(await call.stream.take(), call.choices)
         if call.includes_usage:
-            events += answerer.usage_event(count_usage(call.prompt_sizes, call.choices))
+            events += answerer.usage_event(count_usage(call.prompt_sizes, call.choices, call.details))
         await send({"type": "http.response.body", "body": events + DONE})
 
     async def _fail(self, error: ApiError, send: Send) -> None:
@@ -317,5 +339,5 @@ _REMEDIES = {
 
 
 async def _disconnected(_: Request, error: Exception) -> Response:
-    """The client disconnected while it sent its body: nobody will read this answer."""
+    """The client disconnected before it was answered: nobody will read this answer."""
     return Response(status_code=400)

@@ -32,8 +32,10 @@ from faser.server.messages import (
     Outputs,
     Refused,
     Running,
+    SentVision,
     Start,
     frame,
+    large_frame,
     socket_pair,
 )
 
@@ -71,6 +73,7 @@ class Track:
     first: float | None = None  # when the first token came
     last: float = 0.0  # when the latest token came
     num_tokens: int = 0
+    num_pixel_bytes: int = 0  # that the engine holds for it
 
 
 Arrival = tuple[int, Progress | Refused]  # index of the choice, and the engine's message about it
@@ -135,6 +138,11 @@ class EngineClient:
         return len(self._tracks)
 
     @property
+    def num_pixel_bytes(self) -> int:
+        """Of open requests."""
+        return sum(track.num_pixel_bytes for track in self._tracks.values())
+
+    @property
     def num_running(self) -> int:
         """Choices in the batch, as the engine last reported. If one has ended since, a waiting one takes its place."""
         return min(self._num_in_batch, self.num_open)
@@ -153,20 +161,35 @@ class EngineClient:
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def submit(
-        self, choices: Sequence[tuple[list[int], SamplingParams, int]], stop_ids: Sequence[int], arrived: float
+        self,
+        prompts: Sequence[tuple[list[int], Sequence[int]]],
+        params: SamplingParams,
+        stop_ids: Sequence[int],
+        arrived: float,
+        vision: SentVision | None = None,
     ) -> tuple[Stream, list[Track]]:
-        """Send (prompt ids, parameters, seed) of each choice; the stream delivers the engine's messages."""
+        """Send (prompt ids, a seed for each choice) of each prompt; the stream delivers the engine's messages.
+
+        `vision`: what the prompt shows, where there is only one.
+        """
         if self._transport is None or self.state is not State.READY:
             raise EngineGone("the engine is not running")
-        stream, tracks, frames = Stream(), [], []
-        for index, (prompt, params, seed) in enumerate(choices):
-            track = Track(str(next(self._ids)), index, arrived, len(prompt), stream)
-            tracks.append(track)
-            frames.append(frame(Add(track.id, prompt, params, seed, list(stop_ids))))
+        assert vision is None or len(prompts) == 1, "a request with pictures has one prompt"
+        stream = Stream()
+        tracks: list[Track] = []
+        frames: list[bytes | bytearray] = []
+        for prompt, seeds in prompts:
+            ids = [str(next(self._ids)) for _ in seeds]
+            tracks += [Track(each, len(tracks) + i, arrived, len(prompt), stream) for i, each in enumerate(ids)]
+            others = list(zip(ids[1:], seeds[1:], strict=True))
+            message = Add(ids[0], prompt, params, seeds[0], list(stop_ids), others, vision)
+            frames.append(frame(message) if vision is None else large_frame(message))
+        if vision is not None:
+            tracks[0].num_pixel_bytes = vision.num_bytes
         if not self._tracks:
             self._last_frame = monotonic()
         self._tracks.update((track.id, track) for track in tracks)
-        self._transport.write(b"".join(frames))
+        self._transport.write(frames[0] if len(frames) == 1 else b"".join(frames))
         return stream, tracks
 
     def cancel(self, tracks: Sequence[Track], reason: FinishReason = FinishReason.CANCELLED) -> None:

@@ -25,7 +25,8 @@ def load(start: Start) -> Served:
     """Load the models, build the engine, and describe both."""
     started = monotonic()
     options = EngineOptions(**start.engine)
-    template = open_target(start.model).chat_template(start.chat_template)
+    source = open_target(start.model)
+    template = source.chat_template(start.chat_template)
     if template is not None:
         template.check()
     recommended = recommended_sampling(start.model, start.generation_config)
@@ -53,6 +54,7 @@ def load(start: Start) -> Served:
         tokenizer=pair.tokenizer.to_json() if pair.tokenizer is not None else None,
         chat_template=(template.source, template.bos_token, template.eos_token) if template is not None else None,
         sampling=dict(recommended.values),
+        vision=source.vision_settings(),
     )
     return Served(engine, about, pair.tokenizer)
 

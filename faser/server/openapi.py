@@ -8,9 +8,16 @@ from typing import Any
 
 import msgspec
 
-from faser.server.protocol import ChatCompletion, ChatRequest, Completion, CompletionRequest, Model, ModelList
-
-_REF = "#/components/schemas/{name}"
+from faser.server.protocol import (
+    PARTS,
+    SCHEMA_REF,
+    ChatCompletion,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    Model,
+    ModelList,
+)
 
 
 class ErrorDetail(msgspec.Struct):
@@ -26,9 +33,9 @@ class Error(msgspec.Struct):
 
 @cache
 def document() -> bytes:
-    types = [CompletionRequest, ChatRequest, Completion, ChatCompletion, Model, ModelList, Error]
-    schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
-    completion, chat, completed, answered, model, models, error = schemas
+    types = [CompletionRequest, ChatRequest, Completion, ChatCompletion, Model, ModelList, Error, *PARTS.values()]
+    schemas, components = msgspec.json.schema_components(types, ref_template=SCHEMA_REF)
+    completion, chat, completed, answered, model, models, error, *_ = schemas
     paths = {
         "/v1/completions": {"post": _generation("Continue a text", completion, completed, error)},
         "/v1/chat/completions": {"post": _generation("Answer a conversation", chat, answered, error)},
@@ -66,6 +73,7 @@ def _generation(summary: str, body: Any, answer: Any, error: Any) -> dict[str, A
         "404": "Another model",
         "413": "Too large",
         "500": "The request failed",
+        "501": "A package for pictures or video is not installed",
         "503": "Busy, starting or ending: try again",
     }
     return {

@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from faser.errors import InvalidRequest
 from faser.request import MAX_LOGPROBS, Grammar, SamplingParams
@@ -25,6 +25,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256  # characters; every new token is searched for stop strings
 MAX_MESSAGES = 4096
 MAX_BIASED_TOKENS = 1024
+SCHEMA_REF = "#/components/schemas/{name}"  # of a type in the OpenAPI document
 
 _UNSUPPORTED = {
     "best_of": "ask for n choices and pick one",
@@ -49,6 +50,7 @@ _UNSUPPORTED = {
     "length_penalty": "beam search is not supported",
     "use_beam_search": "beam search is not supported",
     "prompt_logprobs": "only logprobs of the output are reported",
+    "media_io_kwargs": "use mm_processor_kwargs, which takes fps and num_frames",
 }
 # Values of unsupported fields that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -211,16 +213,41 @@ class CompletionRequest(_Sampled, frozen=True, kw_only=True):
         return [ids] if ids else [*texts, *lists]
 
 
-class TextPart(msgspec.Struct, frozen=True):
-    """A part of a message. Parts of other types have other fields; they are refused by type."""
+class TextPart(msgspec.Struct, frozen=True, kw_only=True):
+    """Further fields are ignored."""
 
-    type: str
-    text: str | None = None
+    type: Literal["text"]
+    text: str
+
+
+class MediaUrl(_ApiObject, frozen=True):
+    """`detail` is OpenAI's; mm_processor_kwargs sets sizes here."""
+
+    url: Annotated[str, Meta(min_length=1)]
+    detail: Literal["auto"] | None = None
+
+
+class ImagePart(_ApiObject, frozen=True):
+    type: Literal["image_url"]
+    image_url: MediaUrl
+
+
+class VideoPart(_ApiObject, frozen=True):
+    type: Literal["video_url"]
+    video_url: MediaUrl
+
+
+PARTS: dict[str, type[msgspec.Struct]] = {"text": TextPart, "image_url": ImagePart, "video_url": VideoPart}
+_part_names = [kind.__name__ for kind in PARTS.values()]
+# Each part is checked on its own, so that an error names its number.
+Part = Annotated[
+    dict[str, Any], Meta(extra_json_schema={"anyOf": [{"$ref": SCHEMA_REF.format(name=name)} for name in _part_names]})
+]
 
 
 class Message(_ApiObject, frozen=True, kw_only=True):
     role: str
-    content: str | Annotated[list[TextPart], Meta(max_length=MAX_MESSAGES)] | None = None
+    content: str | Annotated[list[Part], Meta(max_length=MAX_MESSAGES)] | None = None
     name: str | None = None
     refusal: str | None = None  # a field of our own answers, which clients send back in the next turn
     # fields that OpenAI's client adds to them
@@ -229,19 +256,52 @@ class Message(_ApiObject, frozen=True, kw_only=True):
     function_call: None = None
     tool_calls: None = None
 
-    def plain(self, index: int) -> dict[str, Any]:
-        """The message as a chat template takes it."""
+    @property
+    def has_media(self) -> bool:
+        return isinstance(self.content, list) and any(part.get("type") != "text" for part in self.content)
+
+    def checked(self, index: int, can_see: bool) -> dict[str, Any]:
+        """The message with a text, or with checked parts where one of them is no text and the model can see."""
         param = f"messages[{index}].content"
-        content = self.content
+        content: Any = self.content
         if isinstance(content, list):
-            if any(part.type != "text" or part.text is None for part in content):
-                other = next((part.type for part in content if part.type != "text"), "text without a text")
-                raise ApiError(400, f"{param}: a part of type {other[:100]!r}; only text is served", param=param)
-            content = "\n".join(part.text for part in content if part.text is not None)
+            for number, part in enumerate(content):
+                _check_part(part, param, number, can_see)
+            if not self.has_media:
+                content = "\n".join(part["text"] for part in content)
         if content is None:
             raise ApiError(400, f"{param}: expected a text", param=param)
         message: dict[str, Any] = {"role": self.role, "content": content}
         return message if self.name is None else {**message, "name": self.name}
+
+
+def _check_part(part: dict[str, Any], param: str, number: int, can_see: bool) -> None:
+    given = part.get("type")
+    kind = PARTS.get(given) if isinstance(given, str) else None
+    if kind is None or (kind is not TextPart and not can_see):
+        served = f"{', '.join(PARTS)} are" if can_see else "only text is"
+        raise ApiError(400, f"{param}: a part of type {repr(given)[:100]}; {served} served", param=param)
+    try:
+        msgspec.convert(part, kind)
+    except msgspec.ValidationError as error:
+        raise _invalid_field(str(error), f"{param}[{number}]") from None
+
+
+class Edges(_ApiObject, frozen=True):
+    """The names are those of the models' processors; the numbers are pixels of a whole picture or frame."""
+
+    shortest_edge: Annotated[int, Meta(ge=1)] | None = None  # at least as many pixels
+    longest_edge: Annotated[int, Meta(ge=1)] | None = None  # at most as many
+
+
+class MediaOptions(_ApiObject, frozen=True):
+    """mm_processor_kwargs, with vLLM's names. They hold for every picture and video of the request."""
+
+    fps: Annotated[float, Meta(gt=0)] | None = None  # frames of a video, per second
+    num_frames: Annotated[int, Meta(ge=1)] | None = None  # of a video, instead of fps
+    min_pixels: Annotated[int, Meta(ge=1)] | None = None  # of a picture, or of a video's frame, after resizing
+    max_pixels: Annotated[int, Meta(ge=1)] | None = None
+    size: Edges | None = None  # the same two numbers
 
 
 class ChatRequest(_Sampled, frozen=True, kw_only=True):
@@ -249,6 +309,11 @@ class ChatRequest(_Sampled, frozen=True, kw_only=True):
     max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    mm_processor_kwargs: MediaOptions | None = None
+
+    @property
+    def has_media(self) -> bool:
+        return any(message.has_media for message in self.messages)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -295,12 +360,15 @@ def _refuse_unless_neutral(name: str, value: Any, known: set[str]) -> None:
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 
 
-def _invalid_field(message: str) -> ApiError:
-    """msgspec's message ("Expected `int`, got `str` - at `$.n`") as an ApiError with the field's name."""
+def _invalid_field(message: str, within: str | None = None) -> ApiError:
+    """msgspec's message ("Expected `int`, got `str` - at `$.n`") as an ApiError with the field's name.
+
+    `within`: where in the request the checked object is.
+    """
     if len(message) > 1000:  # it repeats the request
         return ApiError(400, f"{message[:200]} …", code="invalid_value")
     path = _PATH.search(message)
-    param = path[1] if path is not None else None
+    param = ".".join(filter(None, (within, path and path[1]))) or None
     text = _PATH.sub("", message)
     found = re.search(r"(required|unknown) field `(\w+)`", text)
     if found is None:
@@ -335,7 +403,14 @@ def _token_keys(bias: dict[str, float] | None) -> dict[int, float] | None:
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
+    """image_tokens and video_tokens are part of prompt_tokens. Frames and patches are those that were encoded."""
+
     cached_tokens: int = 0
+    # Left out of answers to text alone.
+    image_tokens: int | UnsetType = UNSET
+    video_tokens: int | UnsetType = UNSET
+    video_frames: int | UnsetType = UNSET
+    patches: int | UnsetType = UNSET
 
 
 class CompletionDetails(msgspec.Struct, frozen=True):

@@ -8,28 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from threading import Thread
-from typing import Any
+
+import msgspec
 
 from faser.config import ServerOptions
-from faser.errors import InvalidRequest
+from faser.errors import InvalidRequest, RequestTooLong
+from faser.media.messages import Reference, num_characters, refuse_placeholders, split_messages
+from faser.media.options import VideoOptions, parse_options
 from faser.request import Grammar, SamplingParams, check_token_ids, draw_seed
+from faser.server import background
 from faser.server.answers import Answerer, ChatAnswerer, Choice, CompletionAnswerer
 from faser.server.engine_client import EngineClient, EngineGone, ShuttingDown, State, Stream, Track
+from faser.server.eyes import Eyes, SeenPrompt
 from faser.server.figures import Figures
 from faser.server.messages import About
-from faser.server.protocol import ApiError, ChatRequest, CompletionRequest, refusing
-from faser.text.chat import ChatTemplate
+from faser.server.protocol import ApiError, ChatRequest, CompletionRequest, PromptDetails, refusing
+from faser.text.chat import ChatTemplate, Message
 from faser.text.grammar import GrammarCompiler
 from faser.text.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, where the model has no default; chat may fill the context
 MAX_RETRY_SECONDS = 60  # OpenAI's client ignores a longer Retry-After
 MIN_START_SECONDS = 2  # Retry-After while the engine starts, if the last start was shorter or there was none
+MAX_MEDIA_BYTES = 2 << 30  # that open requests hold, as sent or as pixels; a further one with pictures is answered 503
 GRAMMAR_SECONDS = 5.0  # to compile a grammar; almost all take milliseconds
 _LONG_TEXT = 16_384  # characters; longer texts are rendered and tokenised in a thread
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that the choices of one request have distinct seeds
@@ -44,6 +48,7 @@ class Call:
     choices: list[Choice]
     answerer: Answerer
     prompt_sizes: list[int]
+    details: PromptDetails  # of what the prompt shows
     streams: bool
     includes_usage: bool
 
@@ -55,6 +60,15 @@ class ServedModel:
         self.about = about
         self.tokenizer = Tokenizer.from_json(about.tokenizer) if about.tokenizer is not None else None
         self.template = ChatTemplate(*about.chat_template) if about.chat_template is not None else None
+
+    @cached_property
+    def placeholders(self) -> dict[int, str]:
+        """The tokens that stand for pictures, with their texts; none where the model has no eyes."""
+        settings, tokenizer = self.about.vision, self.tokenizer
+        if settings is None or tokenizer is None:
+            return {}
+        ids = (settings.image_token_id, settings.video_token_id)
+        return {token: tokenizer.token_text(token) for token in ids}
 
     @cached_property
     def grammars(self) -> GrammarCompiler | None:
@@ -69,6 +83,7 @@ class Service:
         self._options = options
         self._engine = engine
         self._figures = figures
+        self._eyes = Eyes(options)
         self._served: ServedModel | None = None
 
     @property
@@ -113,18 +128,41 @@ class Service:
 
     async def chat(self, request: ChatRequest, arrived: float) -> Call:
         served = self._admitting(request)
-        messages = [message.plain(index) for index, message in enumerate(request.messages)]
-        if sum(len(message["content"]) for message in messages) > _LONG_TEXT:
+        can_see = served.about.vision is not None
+        given = [message.checked(index, can_see) for index, message in enumerate(request.messages)]
+        options = _media_options(request, can_see)
+        messages, references = split_messages(given)
+        if num_characters(messages) > _LONG_TEXT:
             prompt = await asyncio.to_thread(self._chat_ids, messages, served)
         else:
             prompt = self._chat_ids(messages, served)
         num_logprobs = request.num_logprobs
+        seen = await self._see(prompt, references, options, served)
+        prompt = prompt if seen is None else seen.token_ids
         field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         default = served.about.sampling.get("max_tokens", served.about.max_tokens)
         limit = self._output_limit(served.about, len(prompt), getattr(request, field), default, "messages", field)
         params = await self._params(request.sampling(limit, num_logprobs, served.about.sampling), served)
         answerer = ChatAnswerer(served.about.model, served.tokenizer, num_logprobs is not None)
-        return self._submit(request, [prompt], params, answerer, served, arrived)
+        return self._submit(request, [prompt], params, answerer, served, arrived, seen)
+
+    async def _see(
+        self, prompt: list[int], references: Sequence[Reference], options: VideoOptions, served: ServedModel
+    ) -> SeenPrompt | None:
+        """The prompt with its pictures; None where it has none."""
+        settings = served.about.vision
+        if settings is None:
+            return None
+        if not references:
+            self._refuse_placeholders(prompt, served, "messages")
+            return None
+        self._check_bytes(served.about)
+        try:
+            seen = await self._eyes.see(prompt, references, settings, options, self._max_prompt(served.about))
+        except RequestTooLong as error:
+            raise _too_long(str(error), f"{self._max_prompt(served.about)}", "messages") from None
+        self._check_size(seen.token_ids, served.about, "messages")
+        return seen
 
     def _admitting(self, request: CompletionRequest | ChatRequest) -> ServedModel:
         """The model that is served. A full server refuses before it tokenises."""
@@ -137,17 +175,28 @@ class Service:
 
     def _prompt_ids(self, prompt: str | list[int], served: ServedModel) -> list[int]:
         if isinstance(prompt, str):
-            return self._encode(prompt, served, "prompt", add_special_tokens=True)
-        with refusing("prompt"):
-            check_token_ids("prompt", prompt, served.about.vocab_size)
-        return self._check_size(prompt, served.about, "prompt")
+            token_ids = self._encode(prompt, served, "prompt", add_special_tokens=True)
+        else:
+            with refusing("prompt"):
+                check_token_ids("prompt", prompt, served.about.vocab_size)
+            token_ids = self._check_size(prompt, served.about, "prompt")
+        self._refuse_placeholders(token_ids, served, "prompt")
+        return token_ids
 
-    def _chat_ids(self, messages: list[dict[str, Any]], served: ServedModel) -> list[int]:
+    def _refuse_placeholders(self, token_ids: list[int], served: ServedModel, param: str) -> None:
+        """Refuse tokens that stand for pictures where there are none."""
+        found = next((token for token in served.placeholders if token in token_ids), None)
+        if found is not None:
+            message = f"{param}: token {found} ({served.placeholders[found]}) stands for a picture or a video"
+            raise ApiError(400, f"{message}; send those as parts of a message to /v1/chat/completions", param=param)
+
+    def _chat_ids(self, messages: Sequence[Message], served: ServedModel) -> list[int]:
         if served.template is None:
             remedy = "use /v1/completions, or start the server with --chat-template FILE"
             raise ApiError(400, f"the model has no chat template; {remedy}", param="messages")
-        self._check_length(sum(len(message["content"]) for message in messages), served, "messages")
+        self._check_length(num_characters(messages), served, "messages")
         with refusing("messages"):
+            refuse_placeholders(messages, served.placeholders.values())
             text = served.template.render(messages)
         return self._encode(text, served, "messages", add_special_tokens=False)
 
@@ -209,7 +258,8 @@ class Service:
         if grammars is None:
             raise ApiError(400, f"{param}: the model has no tokenizer; remove it", param=param)
         try:
-            await asyncio.wait_for(_in_thread(grammars.check, grammar, stop_ids), GRAMMAR_SECONDS)
+            work = background.start(grammars.check, grammar, stop_ids)
+            await asyncio.wait_for(asyncio.wrap_future(work), GRAMMAR_SECONDS)
         except InvalidRequest as error:
             raise ApiError(400, f"{param}: {error}", param=param) from None
         except TimeoutError:
@@ -223,16 +273,20 @@ class Service:
         answerer: Answerer,
         served: ServedModel,
         arrived: float,
+        seen: SeenPrompt | None = None,
     ) -> Call:
         self._check_room(served.about, request.num_choices, len(prompts))
-        asked = [(prompt, params, seed) for prompt in prompts for seed in _seeds(params, request.num_choices)]
+        asked = [(prompt, _seeds(params, request.num_choices)) for prompt in prompts]
+        stop_ids = sorted(params.stop_ids(served.about.end_ids))
         try:
-            stream, tracks = self._engine.submit(asked, sorted(params.stop_ids(served.about.end_ids)), arrived)
+            vision = seen.vision if seen is not None else None
+            stream, tracks = self._engine.submit(asked, params, stop_ids, arrived, vision)
         except EngineGone as error:
             raise _busy(str(error), self._start_seconds()) from None
-        choices = [Choice(index, served.tokenizer, params) for index in range(len(asked))]
+        choices = [Choice(index, served.tokenizer, params) for index in range(len(tracks))]
         sizes = [len(prompt) for prompt in prompts]
-        return Call(stream, tracks, choices, answerer, sizes, bool(request.stream), request.includes_usage)
+        details = seen.details if seen is not None else PromptDetails()
+        return Call(stream, tracks, choices, answerer, sizes, details, bool(request.stream), request.includes_usage)
 
     def engine_error(self, error: EngineGone) -> ApiError:
         """The error for a request whose engine has ended."""
@@ -249,12 +303,19 @@ class Service:
         num_choices, room = num_prompts * n, about.max_running + self._options.max_waiting
         if num_choices > room:
             raise _too_many(num_prompts, n, about, self._options.max_waiting)
-        if self._engine.num_open + num_choices > room:
+        num_open = self._engine.num_open + self._eyes.num_loading
+        if num_open + num_choices > room:
             raise _busy(
-                f"{self._engine.num_open} requests run or wait, and the server takes {room}; try again later",
+                f"{num_open} requests run or wait, and the server takes {room}; try again later",
                 self._retry_seconds(about),
                 code="queue_full",
             )
+
+    def _check_bytes(self, about: About) -> None:
+        held = self._eyes.num_bytes + self._engine.num_pixel_bytes
+        if held > MAX_MEDIA_BYTES:
+            message = f"open requests hold {held >> 20} MiB of pictures and videos; try again later"
+            raise _busy(message, self._retry_seconds(about), code="queue_full")
 
     def _retry_seconds(self, about: About) -> int:
         """Seconds until the queue has moved: waiting requests / rate at which requests end."""
@@ -266,20 +327,18 @@ class Service:
         self._engine.cancel(call.tracks)
 
 
-async def _in_thread(function: Callable[..., None], *args: Any) -> None:
-    """Run a function in a thread of its own, which neither later requests nor the end of the process wait for."""
-    done: Future[None] = Future()
-    done.set_running_or_notify_cancel()  # a caller that waits no longer does not cancel it
-
-    def run() -> None:
-        try:
-            function(*args)
-            done.set_result(None)
-        except Exception as error:
-            done.set_exception(error)
-
-    Thread(target=run, daemon=True).start()
-    await asyncio.wrap_future(done)
+def _media_options(request: ChatRequest, can_see: bool) -> VideoOptions:
+    param, given = "mm_processor_kwargs", request.mm_processor_kwargs
+    plain = {} if given is None else msgspec.to_builtins(given)
+    values = {name: value for name, value in plain.items() if value is not None}
+    if values and not can_see:
+        raise ApiError(400, f"{param}: only text is served; remove it", param=param)
+    if "size" in values:
+        values["size"] = {name: value for name, value in values["size"].items() if value is not None}
+    try:
+        return parse_options(values)
+    except InvalidRequest as error:
+        raise ApiError(400, f"{param}: {error}", param=param) from None
 
 
 def _seeds(params: SamplingParams, number: int) -> list[int]:

@@ -15,6 +15,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from time import monotonic
 from typing import TypeVar
 
@@ -43,12 +44,14 @@ from faser.server.messages import (
 )
 from faser.text.tokenizer import StopChecker, Tokenizer
 from faser.threads import prepare_openmp
+from faser.vision import Vision
 
 log = logging.getLogger("faser.engine")
 
 SNAPSHOT_SECONDS = 0.1
 REST_SECONDS = 1.0  # without requests, before the scheduler's state is checked
 MAX_STEP_FAILURES = 3  # in a row; then the engine ends
+PIECES_SECONDS = 0.01  # between two steps, to read a frame that arrives in pieces
 _READ_BYTES = 1 << 20
 
 _Totals = TypeVar("_Totals", Exits, DraftResidency)
@@ -143,31 +146,49 @@ class Worker:
     # ── frames ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _receive(self, timeout: float | None) -> bool:
-        """Read frames, waiting up to `timeout` seconds (None: for ever); returns whether any came."""
-        arrived = False
+        """Read frames, waiting up to `timeout` seconds (None: for ever); returns whether any came.
+
+        The pixels of a video are larger than the socket's buffer. So the rest of a frame that has begun is waited for,
+        but running requests wait no longer than PIECES_SECONDS between two steps.
+        """
+        arrived, end = False, inf
         while self._open and self._poll.poll(None if timeout is None else 1e3 * timeout):
             data = self._connection.recv(_READ_BYTES)
             self._open, arrived, timeout = bool(data), True, 0
             for message in self._frames.feed(data):
                 self._take(message)
+            if self._frames.is_within:
+                now = self._clock()
+                end = min(end, now + PIECES_SECONDS)
+                timeout = end - now
+                if timeout <= 0:
+                    break
         return arrived
 
     def _take(self, message: ToEngine) -> None:
         if not isinstance(message, Add):
             self._engine.cancel(message.id)
             return
-        try:
-            self._add(message)
-        except InvalidRequest as error:
-            self._write(Refused(message.id, str(error)))
+        vision = message.vision.vision() if message.vision is not None else None
+        for name, seed in message.choices:
+            try:
+                self._add(message, name, seed, vision)
+            except InvalidRequest as error:
+                self._write(Refused(name, str(error)))
 
-    def _add(self, message: Add) -> None:
+    def _add(self, message: Add, name: str, seed: int, vision: Vision | None) -> None:
         params, checker = message.params, None
         if params.stop:
             assert self._tokenizer is not None, "the HTTP process refuses stop strings without a tokenizer"
             checker = StopChecker(self._tokenizer, params.stop, params.min_tokens)
-        prompt, stop_ids = tuple(message.prompt_token_ids), frozenset(message.stop_ids)
-        request = Request(id=message.id, prompt_token_ids=prompt, params=params, seed=message.seed, stop_ids=stop_ids)
+        request = Request(
+            id=name,
+            prompt_token_ids=tuple(message.prompt_token_ids),
+            params=params,
+            seed=seed,
+            stop_ids=frozenset(message.stop_ids),
+            vision=vision,
+        )
         self._engine.add(request, checker)
 
     def _send(self, progress: list[Progress], is_last: bool) -> None:

@@ -22,7 +22,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from faser.errors import InvalidRequest, ModelError
 
-Message = Mapping[str, Any]  # {"role": text, "content": text}, and further fields that a template may read
+# {"role": text, "content": text or a list of parts}, and further fields that a template may read. A part is
+# {"type": "text", "text": text}, {"type": "image"} or {"type": "video"}.
+Message = Mapping[str, Any]
+PART_TYPES = ("text", "image", "video")
 
 
 @dataclass(frozen=True)
@@ -73,10 +76,22 @@ def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise InvalidRequest(f"messages[{number}]: expected a role and a content, got {type(message).__name__}")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
+        parts = message.get("content")
+        if isinstance(parts, list):
+            _check_parts(f"messages[{number}].content", parts)
+        for key, kind in (("role", str), ("content", str | list)):
+            if not isinstance(message.get(key), kind):
                 raise InvalidRequest(f"messages[{number}]: {key}={message.get(key)!r}: expected a text")
     return [dict(message) for message in messages]
+
+
+def _check_parts(place: str, parts: list[Any]) -> None:
+    for number, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in PART_TYPES:
+            raise InvalidRequest(f"{place}[{number}]: type={kind!r}: expected one of {', '.join(PART_TYPES)}")
+        if kind == "text" and not isinstance(part.get("text"), str):
+            raise InvalidRequest(f"{place}[{number}]: text={part.get('text')!r}: expected a text")
 
 
 @lru_cache(maxsize=8)  # compiling takes longer than rendering

@@ -93,6 +93,10 @@ class Tokenizer:
             return token.encode() if None in known else bytes(byte for byte in known if byte is not None)
         return self.decode([token_id], skip_special_tokens=False).encode()
 
+    def token_text(self, token_id: int) -> str:
+        """The text of one token, as `encode` would find it; bytes of half a character are replaced."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
     def piece(self, token_id: int) -> bytes:
         """`token_bytes`, but empty for a token that `decode` drops."""
         found = self._pieces.get(token_id)

@@ -12,6 +12,7 @@ from faser.cli import arguments
 from faser.cli import main as cli
 from faser.cli.main import main
 from faser.config import API_KEY_VARIABLE, EngineOptions, ServerOptions
+from faser.media.limits import MediaAccess, MediaLimits
 from faser.request import SamplingParams
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
@@ -268,9 +269,12 @@ def test_serve_takes_every_option_of_server_and_engine(served, monkeypatch, tmp_
         "--model m --draft ngram --policy fixed:2 --max-running 7 --max-step-ms 80 --host 0.0.0.0 --port 0 "
         "--served-model-name name --api-key one --api-key two --open-metrics --max-waiting 9 --max-body-size 0.5 "
         "--max-prompt-tokens 11 --cors-origin http://a --cors-origin http://b --grace 1.5 --on-engine-failure exit "
-        "--log-level error --generation-config none"
+        "--log-level error --generation-config none --allow-media-network "
+        "--max-media-size 2 --max-media-pixels 3 --max-media-frames 4 --max-media-seconds 5"
     )
-    main(["serve", *given.split(), "--chat-template", str(template)])
+    folders = [tmp_path, tmp_path.parent]
+    media = [part for folder in folders for part in ("--allowed-media", str(folder))]
+    main(["serve", *given.split(), *media, "--chat-template", str(template)])
     assert served == [
         ServerOptions(
             model="m",
@@ -290,6 +294,8 @@ def test_serve_takes_every_option_of_server_and_engine(served, monkeypatch, tmp_
             chat_template="{{ messages }}",
             generation_config="none",
             log_level="error",
+            media_access=MediaAccess(allowed_folders=tuple(folders), allow_network=True),
+            media_limits=MediaLimits(max_bytes=2**21, max_pixels=3, max_frames=4, max_video_seconds=5.0),
         )
     ]
 
@@ -297,6 +303,10 @@ def test_serve_takes_every_option_of_server_and_engine(served, monkeypatch, tmp_
 def test_a_wrong_option_of_serve_is_refused(served, capsys):
     assert main(["serve", "--max-body-size", "inf"]) == 1
     assert "mebibytes above 0" in capsys.readouterr().err
+    assert main(["serve", "--max-media-frames", "0"]) == 1
+    assert "max_frames=0" in capsys.readouterr().err
+    assert main(["serve", "--allowed-media", "/no/such/folder"]) == 1
+    assert "'/no/such/folder' is no folder" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["serve", "--on-engine-failure", "shrug"])
     assert served == []

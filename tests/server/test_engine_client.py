@@ -37,8 +37,8 @@ def ready_client() -> EngineClient:
 
 
 def submit(client: EngineClient, number: int):
-    choices = [([1, 2], SamplingParams(), seed) for seed in range(number)]
-    return client.submit(choices, [], 0.0)[1]
+    prompts = [([1, 2], [seed]) for seed in range(number)]
+    return client.submit(prompts, SamplingParams(), [], 0.0)[1]
 
 
 def end(client: EngineClient, track) -> None:
@@ -73,7 +73,7 @@ def test_open_requests_are_told_whether_the_engine_failed_or_the_server_was_shut
     client = ready_client()
     service = Service(ServerOptions(), client, Figures())
     for kind, code in ((EngineGone, "engine_failed"), (ShuttingDown, "shutting_down")):
-        streams = [client.submit([([1], SamplingParams(), 0)], [], 0.0)[0] for _ in range(2)]
+        streams = [client.submit([([1], [0])], SamplingParams(), [], 0.0)[0] for _ in range(2)]
         client.fail_all(kind, "the reason")
         first, second = asyncio.run(errors_of(streams))
         assert first is not second, "each is raised in a task of its own"

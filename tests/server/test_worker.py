@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import socket
 from contextlib import contextmanager
-from itertools import pairwise
+from dataclasses import replace
+from itertools import count, pairwise
 from threading import Event, Thread
 from time import monotonic
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,10 +27,14 @@ from faser.server.messages import (
     Outputs,
     Refused,
     Running,
+    SentGrid,
+    SentVision,
     frame,
+    large_frame,
     socket_pair,
 )
 from faser.server.worker import Served, Worker
+from faser.vision import Grid, Vision
 from tests.oracle import SEED, World, expected_output
 from tests.server.paced_engine import StubResidency
 
@@ -78,10 +84,10 @@ def add(name: str, prompt: list[int], max_tokens: int) -> Add:
 
 
 @contextmanager
-def working(executor=None, residency=None):
+def working(executor=None, residency=None, kind=Engine):
     """A worker over an engine whose tokens are known beforehand."""
     world = World(Fixed(2), agreement=0.5)
-    engine = Engine(world.scheduler, executor(world.executor) if executor else world.executor, residency=residency)
+    engine = kind(world.scheduler, executor(world.executor) if executor else world.executor, residency=residency)
     ours, theirs = socket_pair()
     failures: list[BaseException] = []
 
@@ -242,6 +248,100 @@ def test_parameters_are_the_same_in_the_other_process(params):
     (message,) = Frames(Add).feed(frame(Add("x", [1], params, 2**64 - 1, [])))
     assert message.params == params
     assert message.seed == 2**64 - 1
+
+
+# ---- pictures ----
+
+
+def make_vision(num_grids: int = 2, side: int = 4, positions: bool = True) -> Vision:
+    """Grids of side × side patches of 14 pixels; the second keeps two groups."""
+    random = np.random.default_rng(num_grids)
+    kept = [np.array([0, 3]) if i == 1 else None for i in range(num_grids)]
+    grids = tuple(
+        Grid(random.integers(0, 256, (side**2 if k is None else 4 * len(k), 3, 2, 14, 14), np.uint8), side, side, 2, k)
+        for k in kept
+    )
+    starts = np.cumsum([1] + [grid.num_tokens for grid in grids])[:-1]
+    num_tokens = int(starts[-1]) + grids[-1].num_tokens + 2
+    return Vision(grids, starts, random.integers(0, 9, (num_tokens, 3)) if positions else None)
+
+
+def assert_same(found: Vision, right: Vision) -> None:
+    assert [grid.name for grid in found.grids] == [grid.name for grid in right.grids]
+    for one, other in zip(found.grids, right.grids, strict=True):
+        # The name was sent; a grid of the same arrays computes it again.
+        assert Grid(one.patches, one.height, one.width, one.merge_size, one.kept).name == other.name
+        assert (one.kept is None) == (other.kept is None)
+    np.testing.assert_array_equal(found.starts, right.starts)
+    assert (found.positions is None) == (right.positions is None)
+    np.testing.assert_array_equal(found.rotary_positions(40), right.rotary_positions(40))
+
+
+@pytest.mark.parametrize("positions", [True, False])
+def test_pictures_are_the_same_in_the_other_process(positions):
+    right = make_vision(3, positions=positions)
+    sent = Add("x", [1], SamplingParams(), 0, [], [], SentVision.of(right))
+    assert large_frame(sent) == frame(sent)
+    (message,) = Frames(Add).feed(large_frame(sent))
+    assert_same(message.vision.vision(), right)
+    assert message.vision.num_bytes == sum(grid.patches.nbytes for grid in right.grids)
+
+
+def test_pixels_that_arrived_are_not_copied_again():
+    (message,) = Frames(Add).feed(frame(Add("x", [1], SamplingParams(), 0, [], [], SentVision.of(make_vision()))))
+    frames = {id(grid.patches.obj) for grid in message.vision.grids}
+    assert len(frames) == 1, "all arrays are views of one frame"
+    patches = message.vision.vision().grids[0].patches
+    assert np.shares_memory(patches, np.frombuffer(message.vision.grids[0].patches, np.uint8))
+    assert patches.flags.writeable, "or torch would warn"
+
+
+def test_an_array_with_gaps_is_sent_whole():
+    grid = make_vision(1).grids[0]
+    spread = Grid(np.repeat(grid.patches, 2, axis=0)[::2], grid.height, grid.width, 2)
+    assert not spread.patches.flags.c_contiguous
+    assert SentGrid.of(spread).grid().name == grid.name
+
+
+def test_pixels_larger_than_the_socket_reach_the_engine_while_others_run():
+    right, seen = make_vision(8, side=64), []  # 34 MB
+
+    class Blind(Engine):
+        """The tokens of this world are known without the pictures."""
+
+        def add(self, request, checker=None) -> None:
+            seen.append(request)
+            super().add(replace(request, vision=None), checker)
+
+    with working(kind=Blind) as (link, _):
+        link.send(add("text", [1, 2, 3], 60))
+        message = Add("a", [1, 2], SamplingParams(max_tokens=5), SEED, [], [("b", 7)], SentVision.of(right))
+        sender = Thread(target=link.send, args=(message, add("behind", [3], 2)))
+        sender.start()
+        link.until(lambda: len(link.ends) == 4)
+        sender.join()
+        assert link.tokens["a"] == expected_output([1, 2], SEED, 5)
+        assert link.tokens["b"] == expected_output([1, 2], 7, 5)
+    requests = {request.id: request for request in seen}
+    assert_same(requests["a"].vision, right)
+    assert requests["b"].vision is requests["a"].vision, "the choices of a request share their pixels"
+    assert requests["text"].vision is None
+
+
+def test_a_frame_in_pieces_delays_the_others_no_longer_than_agreed():
+    """The sender stalls in the middle of a frame; the clock moves only when it is read."""
+    ours, theirs = socket_pair()
+    world = World(Fixed(0), agreement=0.5)
+    clock = count(step=0.004)
+    with ours, theirs:
+        worker = Worker(Served(Engine(world.scheduler, world.executor), None, None), theirs, lambda: next(clock))
+        whole = frame(add("a", [1, 2, 3], 5))
+        ours.sendall(whole[:9])
+        assert worker._receive(0), "returns although the frame is not complete"
+        assert not worker._engine.has_work
+        ours.sendall(whole[9:])
+        assert worker._receive(0)
+        assert worker._engine.has_work
 
 
 @given(st.lists(st.binary(min_size=1, max_size=40), min_size=1), st.data())

@@ -105,6 +105,36 @@ QWEN = """{%- if tools %}
 {%- endif %}
 """
 
+# As of models with eyes: a text, or parts in their order.
+SEEING = """{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.content is string %}
+        {{- message.content }}
+    {%- else %}
+        {%- for part in message.content %}
+            {%- if part.type == 'image' or 'image' in part or 'image_url' in part %}
+                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- elif part.type == 'video' or 'video' in part %}
+                {{- '<|vision_start|><|video_pad|><|vision_end|>' }}
+            {%- elif 'text' in part %}
+                {{- part.text }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+PARTS = [
+    {"type": "image"},
+    {"type": "text", "text": "and "},
+    {"type": "video"},
+    {"type": "image"},
+    {"type": "text", "text": "What is it?"},
+]
+
 TEXTS = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "qwen": QWEN}
 
 
@@ -144,6 +174,15 @@ def test_the_default_model_s_own_template_renders_as_transformers_renders_it(ref
         assert template.render(messages) == reference(template.source, messages, True)
 
 
+def test_a_template_reads_the_parts_of_a_message_in_their_order(reference):
+    messages = [SYSTEM, {"role": "user", "content": PARTS}, *TURNS[1:]]
+    text = ChatTemplate(SEEING, "<s>", "</s>").render(messages)
+    assert text == reference(SEEING, messages, True)
+    places = [text.index(part) for part in ("<|image_pad|>", "and ", "<|video_pad|>", "What is it?")]
+    assert places == sorted(places)
+    assert text.count("<|image_pad|>") == 2
+
+
 @pytest.mark.parametrize(
     ("messages", "says"),
     [
@@ -164,7 +203,10 @@ def test_what_a_template_refuses_is_told_in_its_own_words(messages, says):
         (USER, "got dict; put it in a list"),
         (["hello"], r"messages\[0\].*got str"),
         ([USER, {"content": "x"}], r"messages\[1\]: role=None: expected a text"),
-        ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\]: content=.*expected a text"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\].content\[0\]: text=None: expected a text"),
+        ([USER, {"role": "user", "content": [{"type": "audio"}]}], r"messages\[1\].content\[0\]: type='audio'.*video"),
+        ([{"role": "user", "content": ["hello"]}], r"messages\[0\].content\[0\]: type=None"),
+        ([{"role": "user", "content": 7}], r"messages\[0\]: content=7: expected a text"),
         ([{"role": "user"}], "content=None"),
     ],
 )
