@@ -7,18 +7,17 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
 from statistics import median
-from typing import TextIO
 
 from faser.watch import StageSeconds, WindowAnswer
 
 _STAGES = {"decode": "decode", "encode": "ViT", "prefill": "prefill", "answer": "answer"}
 
 
-def print_answers(answers: Iterable[WindowAnswer], as_json: bool, out: TextIO = sys.stdout) -> None:
+def print_answers(answers: Iterable[WindowAnswer], as_json: bool) -> None:
     """A line for each window as soon as it is answered; at the end, on stderr, what a window took."""
     seconds = []
     for answer in answers:
-        print(json.dumps(as_dict(answer)) if as_json else as_line(answer), file=out, flush=True)
+        print(json.dumps(as_dict(answer)) if as_json else as_line(answer), flush=True)
         seconds.append(answer.seconds)
     if seconds:
         print(summarise(seconds), file=sys.stderr)
