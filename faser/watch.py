@@ -45,7 +45,7 @@ class WatchOptions:
 
 
 @dataclass(frozen=True, eq=False)
-class Window:
+class VideoWindow:
     """Consecutive frames of a video."""
 
     start: float  # seconds of the first frame
@@ -87,7 +87,7 @@ class _TimedGrid:
     num_frames: int
 
 
-def windows(reader: FrameReader, settings: VisionSettings, options: WatchOptions) -> Iterator[Window]:
+def windows(reader: FrameReader, settings: VisionSettings, options: WatchOptions) -> Iterator[VideoWindow]:
     """Windows of a video as it is decoded. Frames behind the last whole stride make one more window."""
     options.check(settings.frames_per_grid)
     size, stride = options.window // settings.frames_per_grid, options.stride // settings.frames_per_grid
@@ -104,10 +104,10 @@ def windows(reader: FrameReader, settings: VisionSettings, options: WatchOptions
         yield _window(recent, seconds_per_grid, perf_counter() - started)
 
 
-def _window(grids: Sequence[_TimedGrid], seconds_per_grid: float, decode_seconds: float) -> Window:
+def _window(grids: Sequence[_TimedGrid], seconds_per_grid: float, decode_seconds: float) -> VideoWindow:
     num_frames = sum(each.num_frames for each in grids)
     media = Media("video", tuple(each.grid for each in grids), seconds_per_grid, num_frames)
-    return Window(grids[0].start, grids[-1].end, media, decode_seconds)
+    return VideoWindow(grids[0].start, grids[-1].end, media, decode_seconds)
 
 
 def _grids(reader: FrameReader, settings: VisionSettings, options: WatchOptions) -> Iterator[_TimedGrid]:
@@ -132,7 +132,7 @@ def _timed(frames: Sequence[tuple[float, Pixels]], settings: VisionSettings) -> 
     return _TimedGrid(make_grid(np.stack(pixels), settings), frames[0][0], frames[-1][0], len(frames))
 
 
-class Watcher:
+class VideoWatcher:
     """Asks a model one question about every window of a video."""
 
     def __init__(
@@ -154,7 +154,7 @@ class Watcher:
         for number, window in enumerate(windows(reader, self._settings, self._options)):
             yield self._answer(number, window)
 
-    def _answer(self, number: int, window: Window) -> WindowAnswer:
+    def _answer(self, number: int, window: VideoWindow) -> WindowAnswer:
         stats, vision = self._llm.stats, self._llm.engine.scheduler.vision
         assert vision is not None
         encode, encoded, found = stats.encode_seconds, stats.grids_encoded, vision.num_found

@@ -186,12 +186,12 @@ def _watch(args: argparse.Namespace) -> int:
     from faser.cli.watch import print_answers
     from faser.media.options import PictureOptions
     from faser.media.reader import FrameReader
-    from faser.watch import Watcher, WatchOptions
+    from faser.watch import VideoWatcher, WatchOptions
 
     pictures = PictureOptions(max_pixels=args.max_pixels)
     options = WatchOptions(args.window, args.stride, args.fps, pictures)
     with FrameReader(args.video) as reader, _make_chat_llm(args) as llm:
-        print_answers(Watcher(llm, args.question, options, params).watch(reader), args.json)
+        print_answers(VideoWatcher(llm, args.question, options, params).watch(reader), args.json)
     return 0
 
 

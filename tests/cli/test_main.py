@@ -136,7 +136,7 @@ def test_no_command_prints_help_and_is_a_misuse(capsys):
     assert all(command in captured.err for command in ("serve", "chat", "generate", "completion"))
 
 
-COMMANDS = "serve, chat, generate, bench, profile, simulate, completion"
+COMMANDS = "serve, chat, generate, watch, bench, profile, simulate, completion"
 
 
 @pytest.mark.parametrize(
