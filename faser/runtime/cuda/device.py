@@ -60,8 +60,6 @@ class CudaDevice:
         return int(torch.cuda.mem_get_info()[1])
 
     def require_model(self, role: str, config: ModelConfig) -> None:
-        if config.vision is not None:
-            raise ConfigError(f"the {role} is a vision-language model, which a GPU does not run yet; use --device cpu")
         size = config.head_dim
         if size < MIN_HEAD_DIM or size & (size - 1):
             raise ConfigError(
