@@ -1,4 +1,7 @@
-"""Where the tokens of each slot stand, for a rotary embedding over time, height and width (M-RoPE)."""
+"""Where the tokens of each slot stand, for a rotary embedding over time, height and width (M-RoPE).
+
+A model whose embedding knows one position takes that in time.
+"""
 
 from __future__ import annotations
 

@@ -67,8 +67,8 @@ class RowAngles:
     """cos and sin [max_rows, head_dim // 2] of each row of a forward, by its place in time, height and width."""
 
     def __init__(self, model: Transformer, max_rows: int, history: Tensor) -> None:
-        device, (first, second, third) = history.device, model.config.rope.sections
-        half = first + second + third
+        device, half = history.device, model.config.head_dim // 2
+        first, second, _ = model.config.rope.sections or (half, 0, 0)
         self.cos = torch.zeros(max_rows, half, dtype=torch.float32, device=device)
         self.sin = torch.zeros_like(self.cos)
         self._tables = model.cos, model.sin
