@@ -98,8 +98,10 @@ def run_layer(
         both = both * w["qk_norm"][:, None]  # type: ignore[index]
         query, key = both.split([config.num_heads, config.num_kv_heads], dim=1)
     query, key = rotary(query, cos, sin), rotary(key, cos, sin)
+    if mask is not None:  # no fused kernel takes both a mask and fewer KV heads
+        key, value = (each.repeat_interleave(config.num_heads // config.num_kv_heads, dim=1) for each in (key, value))
     attended = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=mask is None
     )
     x = x + F.linear(attended.transpose(1, 2).reshape(count, length, -1), w["out"], w.get("out_bias"))
     normed = F.rms_norm(x, x.shape[-1:], w["mlp_norm"], config.norm_eps)

@@ -123,7 +123,7 @@ class Training:
         self.module = Watcher(self.config, settings.seed).to(model.device)
         compiler: Any = partial(torch.compile, dynamic=False) if compiled else lambda function: function
         self.reader = Reader(model, self.prompts, compiler(run_layer))
-        self._see, self._degrade = compiler(self._look), compiler(degrade)
+        self._see = compiler(self._look)
         self._table = word_table(self.prompts, model.embedding)
         self.average = {name: each.detach().clone() for name, each in self.module.eyes.named_parameters()}
         self.optimiser = torch.optim.AdamW(
@@ -153,7 +153,7 @@ class Training:
         for group in self.optimiser.param_groups:
             group["lr"] = settings.rate * rate_share(self.num_steps, done)
         batch = {name: tensor.to(self.model.device, non_blocking=True) for name, tensor in batch.items()}
-        frames = self._degrade(batch["frames"], self._codec_steps(len(batch["frames"])))
+        frames = degrade(batch["frames"], self._codec_steps(len(batch["frames"])))
         labels = labels_by_target(batch["labels"])
         with self._autocast():
             tokens = self._see(self._weights(stage == "rounded"), frames)  # [windows * grids, cells², hidden]
@@ -402,7 +402,7 @@ def train_parser() -> argparse.ArgumentParser:
     parser.add_argument("--average", type=float, default=defaults.average, help="of the moving average (0.999)")
     parser.add_argument("--workers", type=int, default=0, help="processes that draw scenes (0: this one)")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of the language model (bfloat16)")
-    parser.add_argument("--compile", action="store_true", help="compile eyes, layers and codec")
+    parser.add_argument("--compile", action="store_true", help="compile the eyes and the layers of the language model")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seed", type=int, default=defaults.seed, choices=range(256), metavar="0…255")
     return parser

@@ -435,6 +435,19 @@ def test_the_command_trains_pauses_resumes_and_writes(model, tmp_path, monkeypat
     assert "error:" in capsys.readouterr().err
 
 
+def test_the_evaluation_command_ends_in_one_json_line(model, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("av")
+    monkeypatch.setattr(evaluate, "load_target", lambda path, dtype, device: (model, ToyTokenizer()))
+    export.write_eyes(shaken_eyes(), model, tmp_path / "eyes")
+    coded, sizes = str(tmp_path / "coded"), shlex.split("--side 56 --frames 4 --windows 3")
+    assert evaluate.main(["code", coded, *sizes]) == 0
+    assert evaluate.main(["model", str(tmp_path / "eyes"), "--questions", "2", "--coded", coded, *sizes]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(report) == ["new scenes", "held-out sprites, backgrounds and words", "held out, through x264"]
+    assert all(sum(row["questions"] for row in table.values()) == 6 for table in report.values())
+    assert evaluate.main(["model", str(tmp_path / "none")]) == 2
+
+
 def test_unknown_kinds_are_refused_by_name():
     with pytest.raises(SystemExit):
         tool.train_parser().parse_args(["model", "folder", "--kinds", "colour"])

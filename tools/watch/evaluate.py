@@ -17,7 +17,7 @@ import json
 import lzma
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -130,6 +130,16 @@ def read_coded(path: Path) -> tuple[SceneSettings, NDArray[np.uint8]]:
     return SceneSettings(side=side, num_frames=num_frames, max_things=things, held_out=True), frames
 
 
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """Draws nothing: gives the stored frames of a scene."""
+
+    frames: NDArray[np.uint8]  # [windows, frames, side, side, 3]
+
+    def __call__(self, scene: SceneSettings, seed: int) -> NDArray[np.uint8]:
+        return self.frames[seed - EVALUATION]
+
+
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -158,7 +168,7 @@ def sets(args: argparse.Namespace, prompts: Prompts, factor: int) -> Iterator[tu
         stored = Windows(
             replace(unseen, scene=scene, cells=scene.side // factor),
             prompts,
-            lambda scene, seed: frames[seed - EVALUATION],
+            Stored(frames),
         )
         yield "held out, through x264", stored, len(frames), scene.num_frames, True
 

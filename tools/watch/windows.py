@@ -92,7 +92,7 @@ def load(windows: Windows, keys: Iterator[list[Key]] | list[list[Key]], workers:
         batch_sampler=keys,  # type: ignore[arg-type]  # any iterable of lists of keys will do
         num_workers=workers,
         pin_memory=pin,
-        prefetch_factor=4 if workers else None,
+        prefetch_factor=2 if workers else None,
         worker_init_fn=_one_thread,
     )
     yield from loader
