@@ -97,7 +97,7 @@ def _load_sources(model: str | None, draft: str | None, options: EngineOptions) 
     require_room(options.kv_memory, device.memory)
     configs = [source.config] + ([draft_source.config] if draft_source is not None else [])
     for role, config in zip(("target", "draft"), configs, strict=False):
-        device.require_heads(role, config)
+        device.require_model(role, config)
     budget = options.kv_memory or device.default_kv_memory()
     if budget is not None and options.num_pages is None:
         models = [(c, _dtype(options, c, device)) for c in configs]

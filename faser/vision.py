@@ -81,7 +81,7 @@ class Grid:
         shape = np.array([self.height, self.width, self.merge_size, *self.patches.shape])
         digest = blake2b(shape.tobytes(), digest_size=NAME_BYTES)
         digest.update(self.groups.tobytes())
-        digest.update(np.ascontiguousarray(self.patches))
+        digest.update(np.ascontiguousarray(self.patches).data)
         return digest.digest()
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
+import numpy as np
 import torch
 
+from faser.arrays import IntArray
 from faser.models.config import ModelConfig, Rope
 from faser.models.heads import BLOCK, EAGLE3, BlockHead, DraftHead, Eagle3Head, HeadConfig
 from faser.models.transformer import Transformer
+from faser.models.vision.config import VisionConfig
+from faser.vision import Grid
 
 VOCABULARY = 61
 
@@ -42,6 +46,44 @@ CONFIGS = {
 
 def make_model(name: str = "llama3", seed: int = 0) -> Transformer:
     return Transformer.random(CONFIGS[name], seed, std=0.3)
+
+
+VISION = VisionConfig(
+    kind="qwen2_vl",
+    depth=2,
+    hidden_size=16,
+    num_heads=2,
+    mlp_size=24,
+    output_size=32,
+    patch_size=4,
+    temporal_patch_size=2,
+    merge_size=2,
+    activation="quick_gelu",
+    image_token_id=58,
+    video_token_id=59,
+)
+WINDOWED_VISION = replace(
+    VISION, kind="qwen2_5_vl", activation="silu", window_size=16, full_attention_layers=(1,), tokens_per_second=2.0
+)
+VISION_CONFIGS = {
+    "qwen2_vl": replace(CONFIGS["qwen2"], rope=Rope(sections=(2, 1, 1)), vision=VISION),
+    "qwen2_5_vl": replace(CONFIGS["qwen2"], rope=Rope(sections=(2, 1, 1)), vision=WINDOWED_VISION),
+    "watch": replace(CONFIGS["llama3"], vision=replace(VISION, has_spatial_positions=False)),
+}
+
+
+def make_vision_model(name: str = "qwen2_vl", seed: int = 0) -> Transformer:
+    """A model with eyes: `.vision` is its encoder."""
+    return Transformer.random(VISION_CONFIGS[name], seed, std=0.3)
+
+
+def make_grid(height: int = 4, width: int = 6, frames: int = 2, seed: int = 0, kept: IntArray | None = None) -> Grid:
+    """A grid of random pixels for a model of `make_vision_model`; `height` and `width` in patches."""
+    size, side = VISION.patch_size, VISION.merge_size
+    num_groups = height * width // side**2
+    pixels = np.random.default_rng(seed).integers(0, 256, (num_groups, side**2, 3, frames, size, size), dtype=np.uint8)
+    patches = (pixels if kept is None else pixels[kept]).reshape(-1, *pixels.shape[2:])
+    return Grid(patches, height, width, side, kept)
 
 
 def make_draft(target: Transformer, noise: float = 0.03, seed: int = 1) -> Transformer:

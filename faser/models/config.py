@@ -7,14 +7,17 @@ Knows nothing of torch, weights or tokenizers.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from faser.errors import ConfigError, ModelError, UnsupportedModel
+from faser.models.fields import REQUIRED, Fields, is_id, optional_id, read_object
+from faser.models.vision import config as eyes
+from faser.models.vision.config import VisionConfig
+from faser.models.vision.settings import read_pixels
 
 FAMILIES = {
     "LlamaForCausalLM": "llama",
@@ -28,7 +31,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 _MIXTURES = ("Moe", "MoE", "Mixtral")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _MISTRAL_WINDOW = 4096  # the default of sliding_window in a Mistral config
-REQUIRED: Any = object()
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Rope:
     truncate: bool = True  # yarn: round the bounds of the ramp to whole dimensions
     attention_factor: float = 1.0  # yarn: multiplies both tables, so every attention score by its square
     factors: tuple[float, ...] = ()  # GGUF: one divisor per frequency, [head_dim // 2]; none where empty
+    sections: tuple[int, ...] = ()  # M-RoPE: frequencies that turn by time, height, width; none where empty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,16 +73,20 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: str = "float32"  # of the checkpoint, not of the loaded model
+    vision: VisionConfig | None = None  # the eyes of a vision-language model
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
-        """Read config.json and, where there is one, generation_config.json."""
+        """Read config.json and, where they are there, generation_config.json and, of a model with eyes, its pixels."""
         path = Path(folder) / "config.json"
         if not path.is_file():
             raise ModelError(f"{folder}: no config.json there; expected a Hugging Face model folder")
         generation_path = Path(folder) / "generation_config.json"
         generation = read_object(generation_path) if generation_path.is_file() else None
-        return cls.from_dict(read_object(path), generation, where=str(path))
+        config = cls.from_dict(read_object(path), generation, where=str(path))
+        if config.vision is None:
+            return config
+        return replace(config, vision=read_pixels(config.vision, Path(folder)))
 
     @classmethod
     def from_dict(
@@ -87,7 +94,10 @@ class ModelConfig:
     ) -> ModelConfig:
         """From the contents of config.json; end tokens of `generation` (generation_config.json) take precedence."""
         fields = Fields(data, where)
-        family = _family(fields)
+        architecture = _architecture(fields)
+        if architecture in eyes.COMPOSITES:
+            return cls._from_composite(fields, architecture, generation)
+        family = _family(fields, architecture)
         _refuse_unsupported(fields, family)
         num_heads = fields.integer("num_attention_heads")
         kv_heads_default = num_heads if family == "llama" else REQUIRED
@@ -115,65 +125,22 @@ class ModelConfig:
         refuse_shapes(config, where)
         return config
 
-
-class Fields:
-    """A JSON object with typed reads; errors name the file and the key."""
-
-    def __init__(self, data: Mapping[str, Any], where: str) -> None:
-        self.data = data
-        self.where = where
-
-    def get(self, key: str) -> Any:
-        return self.data.get(key)
-
-    def integer(self, key: str, default: Any = REQUIRED, null: Any = REQUIRED) -> int:
-        """A positive integer; `default` where the key is missing, `null` where its value is null."""
-        value = self._value(key, default, null)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.wrong(key, value, "a positive integer")
-        return value
-
-    def number(self, key: str, default: Any = REQUIRED, null: Any = REQUIRED) -> float:
-        """A positive number; `default` and `null` as for `integer`."""
-        value = self._value(key, default, null)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise self.wrong(key, value, "a positive number")
-        return float(value)
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        value = self._value(key, default, default)
-        if not isinstance(value, bool):
-            raise self.wrong(key, value, "true or false")
-        return value
-
-    def wrong(self, key: str, value: object, expected: str) -> ModelError:
-        return ModelError(f"{self.where}: {key}={value!r}: expected {expected}; fix the file or fetch the model again")
-
-    def refuse(self, feature: str, advice: str = "choose a model without it") -> UnsupportedModel:
-        return UnsupportedModel(f"{self.where}: {feature} is not supported; {advice}")
-
-    def _value(self, key: str, default: Any, null: Any) -> Any:
-        value = self.data.get(key, default)
-        if value is None and null is not REQUIRED:
-            return null
-        if value is REQUIRED:
-            raise ModelError(f"{self.where}: the key {key!r} is missing; every model of this kind has it")
-        return value
+    @classmethod
+    def _from_composite(cls, fields: Fields, architecture: str, generation: Mapping[str, Any] | None) -> ModelConfig:
+        """A language model and its eyes."""
+        data = eyes.text_fields(fields, architecture)
+        text = Fields(data, fields.where if fields.get("text_config") is None else f"{fields.where}: text_config")
+        if _architecture(text) not in FAMILIES:
+            raise text.refuse(f"the architecture {_architecture(text)}", f"expected one of {', '.join(FAMILIES)}")
+        config = cls.from_dict(data, generation, text.where)
+        vision = eyes.read_vision_config(fields, architecture, config.hidden_size, config.vocab_size)
+        if vision.has_spatial_positions:
+            config = replace(config, rope=replace(config.rope, sections=_sections(text, config.head_dim)))
+        return replace(config, vision=vision)
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or a ModelError that names the file."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON ({error}); fetch the model again") from error
-    if not isinstance(data, dict):
-        raise ModelError(f"{path}: expected a JSON object, got {type(data).__name__}; fetch the model again")
-    return data
-
-
-def _family(fields: Fields) -> str:
-    architecture = _architecture(fields)
+def _family(fields: Fields, architecture: str) -> str:
+    eyes.refuse_other_eyes(fields, architecture)
     if any(word in architecture for word in _MIXTURES) or any(fields.get(key) for key in _EXPERT_KEYS):
         raise fields.refuse(f"mixture of experts (MoE, {architecture})")
     if architecture not in FAMILIES:
@@ -186,11 +153,12 @@ def _architecture(fields: Fields) -> str:
     if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str):
         return names[0]
     if names is not None:
-        raise fields.wrong("architectures", names, f"a list of one of {', '.join(FAMILIES)}")
+        raise fields.wrong("architectures", names, f"a list of one of {', '.join((*FAMILIES, *eyes.COMPOSITES))}")
     model_type = fields.get("model_type")  # all that a config has that was saved without its model
     if model_type is None:
         raise ModelError(f"{fields.where}: the key 'architectures' is missing; expected a list of one name")
-    return next((name for name, family in FAMILIES.items() if family == model_type), str(model_type))
+    known = {**FAMILIES, **eyes.COMPOSITES}
+    return next((name for name, family in known.items() if family == model_type), str(model_type))
 
 
 def _refuse_unsupported(fields: Fields, family: str) -> None:
@@ -263,6 +231,17 @@ def _rope(fields: Fields) -> Rope:
     return Rope(theta)
 
 
+def _sections(fields: Fields, head_dim: int) -> tuple[int, ...]:
+    """M-RoPE: how many frequencies turn by time, by height and by width."""
+    scaling = _rope_fields(fields)
+    value = scaling.data.get("mrope_section", eyes.QWEN_SECTIONS)
+    if not isinstance(value, list) or len(value) != 3 or not all(is_id(each) for each in value):
+        raise scaling.wrong("mrope_section", value, "three numbers of frequencies")
+    if sum(value) != head_dim // 2:
+        raise scaling.wrong("mrope_section", value, f"numbers that add up to {head_dim // 2}, half of head_dim")
+    return tuple(value)
+
+
 def _rope_fields(fields: Fields) -> Fields:
     """The rope object under its old or new name; the old name takes precedence, as in transformers."""
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
@@ -315,10 +294,6 @@ def _yarn_attention_factor(scaling: Fields, factor: float) -> float:
     return scale(1.0)
 
 
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
 def _eos_token_ids(fields: Fields, generation: Mapping[str, Any] | None) -> tuple[int, ...]:
     value = (generation or {}).get("eos_token_id")
     if value is None:
@@ -326,16 +301,9 @@ def _eos_token_ids(fields: Fields, generation: Mapping[str, Any] | None) -> tupl
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
-    if not all(_is_id(each) for each in ids):
+    if not all(is_id(each) for each in ids):
         raise fields.wrong("eos_token_id", value, "a token id or a list of them")
     return tuple(ids)
-
-
-def optional_id(fields: Fields, key: str) -> int | None:
-    value = fields.get(key)
-    if value is not None and not _is_id(value):
-        raise fields.wrong(key, value, "a token id or null")
-    return value
 
 
 def _dtype(fields: Fields) -> str:
@@ -353,6 +321,8 @@ def config_dict(config: ModelConfig, dtype: str) -> dict[str, Any]:
     names = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
     if config.family not in names or config.qkv_bias != config.out_bias:
         raise ConfigError(f"a {config.family} with its biases cannot be written; expected a Llama or Qwen3 as usual")
+    if config.vision is not None:
+        raise ConfigError("a model with eyes cannot be written; write its language model, whose config has no vision")
     if config.rope.factors:
         raise ConfigError(
             "the rope has a factor for each frequency, as in GGUF files, which a config.json cannot hold; "

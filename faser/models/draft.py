@@ -43,7 +43,7 @@ class Patch:
 
 def apply_patch(target: Transformer, patch: Patch) -> Transformer:
     """The draft. It shares the target's embedding and, unless its vocabulary is short, the head."""
-    config = replace(target.config, num_layers=len(patch.source_layers))
+    config = replace(target.config, num_layers=len(patch.source_layers), vision=None)
     draft = Transformer.shared(target, config, short_vocabulary=patch.vocabulary)
     draft.final_norm.copy_(patch.final_norm)
     for layer, source, difference, norms in zip(
@@ -133,7 +133,7 @@ def _read_tensor(file: gguf.GgufFile, name: str, shape: tuple[int, ...]) -> Tens
 
 
 def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    model = Transformer.empty(replace(config, num_layers=1), torch.float32, "meta", max_positions=1)
+    model = Transformer.empty(replace(config, num_layers=1, vision=None), torch.float32, "meta", max_positions=1)
     return {name: tuple(tensor.shape) for name, tensor in model.layers[0].tensors().items()}
 
 

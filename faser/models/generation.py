@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from faser.errors import ConfigError, InvalidRequest, ModelError
-from faser.models.config import read_object
+from faser.models.fields import read_object
 from faser.request import SamplingParams
 
 log = logging.getLogger("faser.generation")

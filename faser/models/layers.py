@@ -65,6 +65,21 @@ def rope_tables(
     return cos.to(device), sin.to(device)
 
 
+def look_up(cos: Tensor, sin: Tensor, positions: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+    """Rows of the tables [num_positions, head_dim // 2] at positions [rows], or [rows, 3] in time, height and width.
+
+    Without sections all frequencies turn by the time, which of a text is the position.
+    """
+    if positions.dim() == 2 and not rope.sections:
+        positions = positions[:, 0]
+    if positions.dim() == 1:
+        return cos[positions], sin[positions]
+    # [head_dim // 2] which of the three positions each frequency turns by
+    part = torch.repeat_interleave(torch.tensor(rope.sections)).to(positions.device)
+    rows, columns = positions[:, part], torch.arange(cos.shape[1], device=positions.device)
+    return cos[rows, columns], sin[rows, columns]
+
+
 def _plain_float32(x: Tensor) -> bool:
     return x.dtype is torch.float32 and not x.is_cuda
 

@@ -18,14 +18,17 @@ import torch
 from faser.errors import ConfigError, ModelError
 from faser.models import draft as patches
 from faser.models import generation, gguf, weights
-from faser.models.config import ModelConfig, read_object
+from faser.models.config import ModelConfig
+from faser.models.fields import read_object
 from faser.models.gguf.tokenizer import read_vocabulary
 from faser.models.heads import DraftHead, HeadConfig, load_head, read_head_config
 from faser.models.heads.load import PICKLED_FILE
 from faser.models.transformer import Transformer
+from faser.models.vision.settings import read_settings
 from faser.progress import Update
 from faser.text.chat import ChatTemplate
 from faser.text.tokenizer import TOKENIZER_FILE, Tokenizer
+from faser.vision import VisionSettings
 
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_SETTINGS = "tokenizer_config.json"
@@ -47,6 +50,10 @@ class FolderSource:
 
     def tokenizer(self) -> Tokenizer | None:
         return Tokenizer.from_folder(self.path) if (self.path / TOKENIZER_FILE).is_file() else None
+
+    def vision_settings(self) -> VisionSettings | None:
+        """How pictures become patches; None for a model without eyes."""
+        return None if self.config.vision is None else read_settings(self.config.vision, self.path)
 
     def chat_template(self, text: str | None = None) -> ChatTemplate | None:
         """The given template, or the folder's own, with the model's begin and end tokens."""
@@ -71,6 +78,9 @@ class GgufSource:
 
     def tokenizer(self) -> Tokenizer | None:
         return gguf.load_tokenizer(self.path)
+
+    def vision_settings(self) -> None:
+        """A GGUF file holds no eyes."""
 
     def chat_template(self, text: str | None = None) -> ChatTemplate | None:
         """The given template, or the file's own, with the model's begin and end tokens."""
@@ -127,11 +137,15 @@ def open_draft(name: str, target: FolderSource | GgufSource) -> FolderSource | G
     """The named draft, checked against its target."""
     if gguf.is_gguf(name) and gguf.open_file(name).architecture == patches.ARCHITECTURE:
         patch = patches.read_patch(name, target.config)
-        return PatchSource(Path(name), replace(target.config, num_layers=len(patch.source_layers)), patch)
+        return PatchSource(Path(name), replace(target.config, num_layers=len(patch.source_layers), vision=None), patch)
     head = None if gguf.is_gguf(name) else _open_head(name, target.config)
     if head is not None:
         return head
     source = _open(name)
+    if source.config.vision is not None:
+        raise ConfigError(
+            f"{name} is a vision-language model, which FASER does not use as a draft; choose a text model"
+        )
     check_pair(target.path, source.path, target.config, source.config)
     return source
 

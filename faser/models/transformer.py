@@ -11,7 +11,7 @@ row-major.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from faser.errors import ConfigError
+from faser.models.allocation import Allocator, fill_random
 from faser.models.config import ModelConfig
-from faser.models.layers import rms_norm, rms_norm_heads_, rope_tables, silu_mul
+from faser.models.layers import look_up, rms_norm, rms_norm_heads_, rope_tables, silu_mul
+from faser.models.vision.encoder import VisionEncoder
 
 # (layer index, qkv [rows, num_heads + 2 * num_kv_heads, head_dim]) -> [rows, num_heads * head_dim]. The heads are
 # queries, keys, values, normalised but not rotated. attend rotates them, stores keys and values, and attends; it may
@@ -63,6 +65,7 @@ class Transformer:
         head: Tensor,  # [vocab_size, hidden]; the embedding itself where tied
         max_positions: int | None = None,
         vocabulary: Tensor | None = None,  # [short] token ids of the head's rows; None: all tokens
+        vision: VisionEncoder | None = None,
     ) -> None:
         self.config = config
         self.embedding = embedding
@@ -70,6 +73,7 @@ class Transformer:
         self.final_norm = final_norm
         self.head = head
         self.vocabulary = vocabulary
+        self.vision = vision
         self.max_positions = most = config.max_positions
         if max_positions is not None:
             if not 1 <= max_positions <= most:
@@ -90,7 +94,9 @@ class Transformer:
         embedding = make.vector(config.vocab_size, config.hidden_size)
         layers = tuple(empty_layer(config, make) for _ in range(config.num_layers))
         head = embedding if config.tie_embeddings else make.matrix(config.vocab_size, config.hidden_size)
-        return cls(config, embedding, layers, make.vector(config.hidden_size), head, max_positions)
+        norm = make.vector(config.hidden_size)
+        vision = None if config.vision is None else VisionEncoder(config.vision, dtype, device)
+        return cls(config, embedding, layers, norm, head, max_positions, vision=vision)
 
     @classmethod
     def shared(cls, owner: Transformer, config: ModelConfig, short_vocabulary: Tensor | None = None) -> Transformer:
@@ -121,7 +127,8 @@ class Transformer:
         """A model with random weights, for tests and benchmarks. Norms are near 1, biases not 0: mistakes show."""
         model = cls.empty(config, dtype, device, max_positions)
         layer_norms = (t for layer in model.layers for name, t in layer.tensors().items() if name.endswith("norm"))
-        fill_random(model.weights(), (*layer_norms, model.final_norm), seed, std)
+        vision_norms = () if model.vision is None else model.vision.norms()
+        fill_random(model.weights(), (*layer_norms, model.final_norm, *vision_norms), seed, std)
         return model
 
     @property
@@ -142,13 +149,22 @@ class Transformer:
         return sum(weight.numel() * weight.element_size() for weight in self.weights())
 
     def weights(self) -> Iterator[Tensor]:
-        """Every weight once; a tied head is not repeated."""
+        """Every weight once, those of the eyes too; a tied head is not repeated."""
         yield self.embedding
         for layer in self.layers:
             yield from layer.tensors().values()
         yield self.final_norm
         if self.head is not self.embedding:
             yield self.head
+        if self.vision is not None:
+            yield from self.vision.weights()
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [rows, head_dim // 2] at positions [rows], or [rows, 3] in time, height and width.
+
+        Positions are below max_positions.
+        """
+        return look_up(self.cos, self.sin, positions, self.config.rope)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids [rows] -> hidden [rows, hidden_size]."""
@@ -197,34 +213,6 @@ def run_normed(
         hidden.add_(layer.out_bias)
     gate_up = F.linear(rms_norm(hidden, layer.mlp_norm, config.norm_eps), layer.gate_up)
     return torch.addmm(hidden, silu_mul(gate_up), layer.down.t())
-
-
-def fill_random(weights: Iterable[Tensor], norms: Iterable[Tensor], seed: int, std: float) -> None:
-    """Random weights of this standard deviation; those that are among `norms` are near 1."""
-    norm_ids, generator = {id(norm) for norm in norms}, None
-    for weight in weights:
-        generator = generator or torch.Generator(device=weight.device).manual_seed(seed)
-        centre, spread = (1.0, 0.1) if id(weight) in norm_ids else (0.0, std)
-        # Filled in storage order: filling a transposed matrix by its strides is slow.
-        (weight.t() if weight.dim() == 2 and not weight.is_contiguous() else weight).normal_(
-            centre, spread, generator=generator
-        )
-
-
-class Allocator:
-    """Allocates tensors; matrices in the storage order that is fast on the device."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype = dtype
-        self.device = device
-
-    def vector(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
-
-    def matrix(self, num_out: int, num_in: int) -> Tensor:
-        if self.device.type == "cpu":
-            return self.vector(num_in, num_out).t()
-        return self.vector(num_out, num_in)
 
 
 def empty_layer(config: ModelConfig, make: Allocator, num_inputs: int | None = None) -> Layer:

@@ -21,8 +21,10 @@ from torch import Tensor
 
 from faser.errors import ConfigError, MissingPackage, ModelError, UnsupportedModel
 from faser.extras import install_hint
-from faser.models.config import DTYPES, ModelConfig, read_object
+from faser.models.config import DTYPES, ModelConfig
+from faser.models.fields import read_object
 from faser.models.transformer import Layer, Transformer
+from faser.models.vision.names import canonical_name, vision_tensors
 from faser.progress import Update
 
 SINGLE_FILE = "model.safetensors"
@@ -34,6 +36,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.json", "model*.safetensors", "tokenizer*", "*.jinja", "mask_embedding.pt"]
 _NAMES_SHOWN = 4
+_UNNEEDED = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")
 
 
 # ---- which model ----
@@ -106,6 +109,8 @@ def load(
 ) -> Transformer:
     """Read the weights of `folder` tensor by tensor into their final places; peak memory is about the model's own."""
     catalogue = read_catalogue(Path(folder))
+    if config.vision is not None:
+        catalogue = {canonical_name(name): entry for name, entry in catalogue.items()}
     model = Transformer.empty(config, dtype, device, max_positions)
     destinations = destinations_of(model)
     _check_catalogue(Path(folder), catalogue, destinations, config.tie_embeddings)
@@ -151,6 +156,8 @@ def destinations_of(model: Transformer) -> dict[str, Destination]:
     for index, layer in enumerate(model.layers):
         for name, destination in layer_destinations(layer, model.config).items():
             destinations[f"model.layers.{index}.{name}"] = destination
+    if model.vision is not None:
+        destinations |= {name: whole(tensor) for name, tensor in vision_tensors(model.vision).items()}
     return destinations
 
 
@@ -318,7 +325,7 @@ def _check_catalogue(
     folder: Path, catalogue: Mapping[str, CheckpointTensor], destinations: Mapping[str, Destination], is_tied: bool
 ) -> None:
     # Rotary frequencies of older tools and the copy of a tied head may be there, unneeded.
-    needed = {name for name in catalogue if not name.endswith("rotary_emb.inv_freq")}
+    needed = {name for name in catalogue if not name.endswith(_UNNEEDED)}
     check_names(folder, needed - {"lm_head.weight"} if is_tied else needed, destinations, "config.json")
     check_tensors(catalogue, destinations)
 

@@ -111,8 +111,8 @@ class Device(Protocol):
     def memory(self) -> int:
         """Bytes of the whole device."""
 
-    def require_heads(self, role: str, config: ModelConfig) -> None:
-        """Raise ConfigError if the device's attention cannot compute the heads of a model (`role`: target or draft)."""
+    def require_model(self, role: str, config: ModelConfig) -> None:
+        """Raise ConfigError if the device cannot compute a model of this shape (`role`: target or draft)."""
 
     def default_kv_memory(self) -> int | None:
         """Bytes of KV pages if the user did not choose; None: what the models leave free."""

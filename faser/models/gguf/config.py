@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from faser.errors import ModelError, UnsupportedModel
-from faser.models.config import REQUIRED, Fields, ModelConfig, Rope, optional_id, refuse_shapes
+from faser.models.config import ModelConfig, Rope, refuse_shapes
+from faser.models.fields import REQUIRED, Fields, optional_id
 from faser.models.gguf.reader import TENSOR_TYPES, GgufFile, StoredTensor, open_file
 from faser.models.weights import check_shape
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from faser.errors import MissingPackage, ModelError, UnsupportedModel
 from faser.extras import install_hint
-from faser.models.config import Fields
+from faser.models.fields import Fields
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 
 from faser.errors import ModelError
-from faser.models.config import optional_id
+from faser.models.fields import optional_id
 from faser.models.gguf.reader import GgufFile, open_file
 from faser.text.tokenizer import Tokenizer
 

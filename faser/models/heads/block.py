@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from faser.models.allocation import Allocator
 from faser.models.heads.head import DraftHead
 from faser.models.layers import rms_norm, rms_norm_heads_
-from faser.models.transformer import Allocator, Attend, apply_head, run_layer
+from faser.models.transformer import Attend, apply_head, run_layer
 
 
 class BlockHead(DraftHead):

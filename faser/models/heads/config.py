@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from faser.errors import ModelError
-from faser.models.config import Fields, ModelConfig, optional_id, read_object
+from faser.models.config import ModelConfig
+from faser.models.fields import Fields, optional_id, read_object
 from faser.models.heads import fields as known_fields
 
 EAGLE3, BLOCK = "eagle3", "block"

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from faser.models.allocation import Allocator
 from faser.models.heads.head import DraftHead
 from faser.models.layers import rms_norm, rms_norm_heads_
-from faser.models.transformer import Allocator, Attend, run_normed
+from faser.models.transformer import Attend, run_normed
 
 
 class Eagle3Head(DraftHead):

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from faser.errors import ModelError
+from faser.models.allocation import Allocator, fill_random
 from faser.models.heads.config import HeadConfig
-from faser.models.layers import rms_norm, rope_tables
-from faser.models.transformer import Allocator, Transformer, apply_head, empty_layer, fill_random
+from faser.models.layers import look_up, rms_norm, rope_tables
+from faser.models.transformer import Transformer, apply_head, empty_layer
 
 
 class DraftHead(ABC):
@@ -125,6 +126,10 @@ class DraftHead(ABC):
         yield self.final_norm
         if self.owns_head:
             yield self.head
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Transformer.rotation`."""
+        return look_up(self.cos, self.sin, positions, self.config.rope)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids [rows] -> [rows, hidden]."""

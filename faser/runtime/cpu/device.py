@@ -52,8 +52,8 @@ class CpuDevice:
     def memory(self) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
-    def require_heads(self, role: str, config: ModelConfig) -> None:
-        """All heads can be computed."""
+    def require_model(self, role: str, config: ModelConfig) -> None:
+        """Every model can be computed."""
 
     def default_kv_memory(self) -> int:
         """A quarter of the machine's memory, at most 4 GiB. Only pages in use take physical memory."""

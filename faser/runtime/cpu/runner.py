@@ -152,8 +152,8 @@ class HeadRunner(Runner):
     def write_kv(self, rows: Rows, layer: int, kv: torch.Tensor) -> None:
         """Store keys, which are not rotated, and values: kv [R, 2 * num_kv_heads, head_dim]."""
         positions = torch.from_numpy(rows.positions)
-        cos, sin = self._model.cos[positions].unsqueeze(1), self._model.sin[positions].unsqueeze(1)
-        rotate(kv[:, : self._model.config.num_kv_heads], cos, sin)
+        cos, sin = self._model.rotation(positions)
+        rotate(kv[:, : self._model.config.num_kv_heads], cos.unsqueeze(1), sin.unsqueeze(1))
         self._pages[layer].flatten(0, 1).index_copy_(0, self.entries(rows.owners, rows.positions), kv)
 
 
@@ -247,7 +247,7 @@ class CpuAttention:
         self._pages = pages
         positions = torch.from_numpy(rows.positions)
         # [R, 1, head_dim // 2]
-        self._cos, self._sin = model.cos[positions].unsqueeze(1), model.sin[positions].unsqueeze(1)
+        self._cos, self._sin = (table.unsqueeze(1) for table in model.rotation(positions))
         size = pages.shape[2]
         written = table[rows.owners, rows.positions // size] * size + rows.positions % size
         self._written = torch.from_numpy(written)  # [R] entries of a layer

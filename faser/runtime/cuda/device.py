@@ -58,7 +58,9 @@ class CudaDevice:
     def memory(self) -> int:
         return int(torch.cuda.mem_get_info()[1])
 
-    def require_heads(self, role: str, config: ModelConfig) -> None:
+    def require_model(self, role: str, config: ModelConfig) -> None:
+        if config.vision is not None:
+            raise ConfigError(f"the {role} is a vision-language model, which a GPU does not run yet; use --device cpu")
         size = config.head_dim
         if size < MIN_HEAD_DIM or size & (size - 1):
             raise ConfigError(
@@ -73,7 +75,7 @@ class CudaDevice:
     def make_executor(self, parts: Parts) -> tuple[CudaExecutor, int]:
         limits, device = parts.limits, parts.target.device
         for role, model in zip(("target", "draft"), parts.models, strict=False):
-            self.require_heads(role, model.config)
+            self.require_model(role, model.config)
         if limits.max_running > ROW_BUCKETS[-1]:
             raise ConfigError(f"max_running={limits.max_running}: a GPU batch has at most {ROW_BUCKETS[-1]} requests")
         ledger = MemoryLedger(sum(each.num_bytes for each in parts.models)) if device.type == "cuda" else None

@@ -58,6 +58,9 @@ def _shape(model: Transformer | DraftHead) -> str:
         *extras,
         str(model.dtype).removeprefix("torch."),
     ]
+    if isinstance(model, Transformer) and model.vision is not None:
+        eyes = model.vision.config
+        parts.append(f"{eyes.kind} eyes of {eyes.depth} layers of {eyes.hidden_size}, MLP of {eyes.mlp_size}")
     if isinstance(model, DraftHead):
         head = model.head_config
         parts.append(f"{head.kind} head of {head.num_features} features")
