@@ -20,8 +20,10 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 
 from faser.errors import ConfigError, MissingPackage
 from faser.models import weights
+from faser.models.source import open_target
 from faser.models.transformer import Transformer
 from faser.text.tokenizer import Tokenizer
+from faser.vision import Grid
 from tests.tiny import CONFIGS
 from tools import train_watch as tool
 from tools.distill import hidden_of
@@ -347,6 +349,28 @@ def test_a_full_folder_has_public_names_and_both_models(tmp_path):
     assert set(weights.destinations_of(model)) < set(tensors)
     with pytest.raises(ConfigError, match="empty folder"):
         export.write_full(tmp_path / "eyes", model, toy_tokenizer(), full)
+
+
+def test_faser_loads_a_full_folder_and_sees_what_the_trained_eyes_see(tmp_path):
+    model = Transformer.random(replace(CONFIGS["llama2"], tie_embeddings=True), 0)
+    export.write_eyes(shaken_eyes(), model, tmp_path / "eyes")
+    export.write_full(tmp_path / "eyes", model, toy_tokenizer(), tmp_path / "full")
+    source = open_target(str(tmp_path / "full"))
+    served = source.load(torch.float32, 64, lambda done, total: None, "cpu")
+    settings = source.vision_settings()
+    assert settings is not None
+    assert (settings.image_token_id, settings.video_token_id) == (export.IMAGE_TOKEN_ID, export.VIDEO_TOKEN_ID)
+    assert not settings.has_spatial_positions
+    assert torch.equal(served.embedding, model.embedding)
+
+    frames = torch.from_numpy(render(plan_scene(SceneSettings(side=56, num_frames=4), 0)))
+    pixels = frames.view(2, 2, 2, 2, 14, 2, 2, 14, 3).permute(0, 2, 5, 3, 6, 8, 1, 4, 7)  # by grid, group and patch
+    patches = pixels.reshape(2, 16, 3, 2, 14, 14).contiguous().numpy()
+    assert served.vision is not None
+    with torch.inference_mode():
+        theirs = served.vision.encode([Grid(each, 4, 4, 2) for each in patches])
+        ours = evaluate.see(export.read_eyes(tmp_path / "eyes"), frames[None])[0]
+    torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
 
 
 def test_the_chat_template_writes_the_prompt_that_was_trained():

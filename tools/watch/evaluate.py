@@ -1,8 +1,8 @@
 """How often faser-watch is right, by kind of question, beside chance and beside the language model without eyes.
 
     python -m tools.watch.evaluate MODEL FOLDER --windows 1000
-    python -m tools.watch.evaluate code CODED.npz --windows 60
-    python -m tools.watch.evaluate MODEL FOLDER --coded CODED.npz
+    python -m tools.watch.evaluate code CODED.xz --windows 40
+    python -m tools.watch.evaluate MODEL FOLDER --coded CODED.xz
 
 Three sets: scenes with new seeds, through the likeness of a codec; scenes of held-out sprites, backgrounds and
 phrasings; and held-out scenes through x264 itself, which `code` makes where PyAV is installed. An answer is right if
@@ -31,7 +31,7 @@ from tools.watch.codec import degrade, random_steps, x264
 from tools.watch.export import read_eyes
 from tools.watch.questions import QUESTIONS
 from tools.watch.reader import Branches, Prompts, Reader
-from tools.watch.scenes import SceneSettings
+from tools.watch.scenes import Plan, SceneSettings, plan_scene, render
 from tools.watch.tally import Tally
 from tools.watch.vit import Eyes, patches_of
 from tools.watch.windows import (
@@ -40,7 +40,6 @@ from tools.watch.windows import (
     Batch,
     Windows,
     WindowSettings,
-    draw_scene,
     evaluation_keys,
     load,
 )
@@ -109,7 +108,9 @@ def print_table(title: str, table: dict[str, dict[str, float]]) -> None:
 def write_coded(path: Path, scene: SceneSettings, num_windows: int) -> None:
     """Frames of held-out scenes after x264. Each frame is stored as its difference to the one before, which is mostly
     zeros, and compressed. Scenes and questions follow from the seeds."""
-    frames = [x264(draw_scene(scene, EVALUATION + i), QUALITIES[i % len(QUALITIES)]) for i in range(num_windows)]
+    frames = [
+        x264(render(plan_scene(scene, EVALUATION + i)), QUALITIES[i % len(QUALITIES)]) for i in range(num_windows)
+    ]
     stored = np.stack(frames)  # [windows, frames, side, side, 3]
     stored[:, 1:] -= stored[:, :-1].copy()  # modulo 256
     header = np.array([num_windows, scene.num_frames, scene.side, scene.max_things], dtype=np.int64)
@@ -136,8 +137,8 @@ class Stored:
 
     frames: NDArray[np.uint8]  # [windows, frames, side, side, 3]
 
-    def __call__(self, scene: SceneSettings, seed: int) -> NDArray[np.uint8]:
-        return self.frames[seed - EVALUATION]
+    def __call__(self, plan: Plan) -> NDArray[np.uint8]:
+        return self.frames[plan.seed - EVALUATION]
 
 
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -207,7 +208,7 @@ def evaluate_parser() -> argparse.ArgumentParser:
 
 
 def code_parser() -> argparse.ArgumentParser:
-    parser = parser_for("python -m tools.watch.evaluate code", write_coded.__doc__, 60)
+    parser = parser_for("python -m tools.watch.evaluate code", write_coded.__doc__, 40)
     parser.add_argument("path", help="new file")
     return parser
 

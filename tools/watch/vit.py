@@ -149,7 +149,7 @@ class PatchEmbedding(nn.Module):
         return F.linear(patches, self.proj.weight.flatten(1))
 
 
-class Merger(nn.Module):
+class EyeMerger(nn.Module):
     def __init__(self, config: EyesConfig) -> None:
         super().__init__()
         inner = config.embed_dim * config.merge_size**2
@@ -167,7 +167,7 @@ class Eyes(nn.Module):
         self.config = config
         self.patch_embed = PatchEmbedding(config)
         self.blocks = nn.ModuleList(EyeBlock(config) for _ in range(config.depth))
-        self.merger = Merger(config)
+        self.merger = EyeMerger(config)
 
     def forward(self, patches: Tensor, height: int, width: int) -> Tensor:
         """patches [grids, height * width, numbers] -> tokens [grids, height * width / merge_size², hidden_size]."""

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from tools.watch.questions import QUESTIONS, Question, ask_some
+from tools.watch.questions import QUESTIONS, ask_some
 from tools.watch.reader import Prompts
-from tools.watch.scenes import SceneSettings, plan_scene, render
+from tools.watch.scenes import Plan, SceneSettings, plan_scene, render
 from tools.watch.targets import TARGETS, dense_targets
 
 KIND_NAMES = tuple(sorted(QUESTIONS))  # of questions
@@ -26,7 +26,7 @@ EVALUATION = 1 << 40  # first seed that training never reaches
 
 Key = tuple[int, int]  # seed, number of frames
 Batch = dict[str, Tensor]
-Draw = Callable[[SceneSettings, int], NDArray[np.uint8]]
+Draw = Callable[[Plan], NDArray[np.uint8]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,36 +38,25 @@ class WindowSettings:
     held_out_words: bool = False  # phrasings that training never uses
 
 
-def draw_scene(scene: SceneSettings, seed: int) -> NDArray[np.uint8]:
-    return render(plan_scene(scene, seed))
-
-
 class Windows(Dataset[Batch]):
     """By key: frames, tokens of the questions, dense labels. `draw` makes the frames."""
 
-    def __init__(self, settings: WindowSettings, prompts: Prompts, draw: Draw = draw_scene) -> None:
+    def __init__(self, settings: WindowSettings, prompts: Prompts, draw: Draw = render) -> None:
         self.settings, self.prompts, self._draw = settings, prompts, draw
 
-    def questions(self, key: Key) -> list[Question]:
-        plan = plan_scene(self._scene(key), key[0])
-        settings = self.settings
-        return ask_some(plan, settings.questions, key[0], settings.held_out_words, settings.kinds)
-
     def __getitem__(self, key: Key) -> Batch:
-        scene = self._scene(key)
-        questions = self.questions(key)
+        settings, (seed, num_frames) = self.settings, key
+        plan = plan_scene(replace(settings.scene, num_frames=num_frames), seed)
+        questions = ask_some(plan, settings.questions, seed, settings.held_out_words, settings.kinds)
         ids, answer_at = self.prompts.branches(questions)
-        labels = dense_targets(plan_scene(scene, key[0]), self.settings.cells)
+        labels = dense_targets(plan, settings.cells)
         return {
-            "frames": torch.from_numpy(self._draw(scene, key[0])),  # [frames, side, side, 3]
+            "frames": torch.from_numpy(self._draw(plan)),  # [frames, side, side, 3]
             "ids": ids,  # [questions, tokens]
             "answer_at": answer_at,  # [questions]
             "kind": torch.tensor([KIND_NAMES.index(question.kind) for question in questions]),  # [questions]
             "labels": torch.from_numpy(np.stack([labels[name] for name in TARGETS])),  # [targets, grids, cells, cells]
         }
-
-    def _scene(self, key: Key) -> SceneSettings:
-        return replace(self.settings.scene, num_frames=key[1])
 
 
 def training_keys(batch: int, num_frames: tuple[int, ...], seed: int, first_step: int) -> Iterator[list[Key]]:
