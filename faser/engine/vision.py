@@ -43,7 +43,7 @@ def check_vision(request: Request, limits: VisionLimits | None) -> None:
             f"a picture of {largest} tokens, but encoded pictures have room for {most}; send a smaller picture, or "
             "enlarge vision_memory"
         )
-    end = len(request.prompt_token_ids) + request.params.max_tokens + vision.offset
+    end = len(request.prompt_token_ids) + request.params.max_tokens + vision.offset + vision.shift
     if end > limits.max_positions:
         raise RequestTooLong(
             f"prompt and max_tokens reach position {end}, but the model has {limits.max_positions}; send a shorter "

@@ -16,12 +16,13 @@ class RotaryPositions:
 
     def __init__(self, max_slots: int, max_tokens: int) -> None:
         self._prompts: IntArray = np.zeros((max_slots, max_tokens, 3), dtype=np.int64)
-        self._num_prompt, self._offset = np.zeros((2, max_slots), dtype=np.int64)
+        self._num_prompt, self._offset, self._shift = np.zeros((3, max_slots), dtype=np.int64)
 
     def admit(self, new: Admission) -> None:
         positions = new.vision.positions if new.vision is not None else None
         self._num_prompt[new.slot] = 0 if positions is None else len(positions)
         self._offset[new.slot] = new.vision.offset if new.vision is not None else 0
+        self._shift[new.slot] = new.vision.shift if new.vision is not None else 0
         if positions is not None:
             self._prompts[new.slot, : len(positions)] = positions
 
@@ -30,4 +31,5 @@ class RotaryPositions:
         positions = np.repeat((index + self._offset[owners])[:, None], 3, axis=1)
         inside = np.flatnonzero(index < self._num_prompt[owners])
         positions[inside] = self._prompts[owners[inside], index[inside]]
+        positions[:, 0] += self._shift[owners]
         return positions
