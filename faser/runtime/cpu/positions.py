@@ -14,7 +14,8 @@ from faser.step import Admission
 class RotaryPositions:
     """Positions in time, height and width of the tokens of each slot. Those of text are its indices, plus an offset."""
 
-    def __init__(self, max_slots: int, max_tokens: int) -> None:
+    def __init__(self, max_slots: int, max_tokens: int, max_positions: int) -> None:
+        self._last = max_positions - 1  # made-up steps, which only take time, may find positions of an older request
         self._prompts: IntArray = np.zeros((max_slots, max_tokens, 3), dtype=np.int64)
         self._num_prompt, self._offset, self._shift = np.zeros((3, max_slots), dtype=np.int64)
 
@@ -32,4 +33,4 @@ class RotaryPositions:
         inside = np.flatnonzero(index < self._num_prompt[owners])
         positions[inside] = self._prompts[owners[inside], index[inside]]
         positions[:, 0] += self._shift[owners]
-        return positions
+        return np.minimum(positions, self._last, out=positions)

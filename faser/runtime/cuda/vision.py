@@ -95,7 +95,7 @@ class RowAngles:
         num_rows, half = rows.slots.shape[0], self.cos.shape[1]
         _angles_kernel[(num_rows,)](
             self.cos, self.sin, *self._tables, self._prompts, self._rest, rows.slots, rows.positions, rows.num_rows,
-            self._prompts.stride(0), self._first, self._second, half,
+            self._prompts.stride(0), self._first, self._second, half, self._tables[0].shape[0] - 1,
             block=triton.next_power_of_2(half), num_warps=1,
         )  # fmt: skip
 
@@ -120,7 +120,7 @@ def _replace_kernel(
 @triton.jit(do_not_specialize=["num_rows", "slots", "positions", "prompt_stride"])
 def _angles_kernel(
     row_cos, row_sin, cos, sin, prompts, rest, slots, positions, num_rows, prompt_stride, height_from, width_from, half,
-    block: tl.constexpr,
+    last, block: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     if row >= tl.load(num_rows):
@@ -133,7 +133,9 @@ def _angles_kernel(
     part = (frequency >= height_from).to(tl.int32) + (frequency >= width_from).to(tl.int32)
     given = tl.where(inside, num_prompt, 0) > index
     place = tl.load(prompts + slot * prompt_stride + index * 3 + part, mask=given, other=0)
-    place = (tl.where(given, place, index + offset) + tl.where(part == 0, shift, 0)).to(tl.int64)
+    place = tl.where(given, place, index + offset) + tl.where(part == 0, shift, 0)
+    # Made-up steps, which only take time, may find positions of an older request.
+    place = tl.minimum(place, last).to(tl.int64)
     own = row.to(tl.int64) * half + frequency
     tl.store(row_cos + own, tl.load(cos + place * half + frequency, mask=inside, other=0.0), mask=inside)
     tl.store(row_sin + own, tl.load(sin + place * half + frequency, mask=inside, other=0.0), mask=inside)
