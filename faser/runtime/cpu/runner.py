@@ -179,8 +179,9 @@ class ModelRunner(Runner):
 
     def copy(self, copies: KvCopies) -> None:
         sources, destinations = torch.from_numpy(copies.sources), torch.from_numpy(copies.destinations)
-        entries = self._pages.flatten(1, 2)
-        entries.index_copy_(1, destinations, entries.index_select(1, sources))
+        for layer in self._pages:
+            entries = layer.flatten(0, 1)
+            entries.index_copy_(0, destinations, entries.index_select(0, sources))
 
     def move(self, moves: PageMoves) -> None:
         assert self.features is None, "a target with a head has pages that stay"
