@@ -97,6 +97,8 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
     stop_ids: list[int]
     others: list[tuple[str, int]] = []
     vision: SentVision | None = None
+    session: str | None = None
+    reuse: tuple[list[int], list[int], list[int]] | None = None  # starts, ends and sources, as in Reuse
 
     @property
     def choices(self) -> list[tuple[str, int]]:
@@ -107,7 +109,13 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     id: str
 
 
-ToEngine = Add | Cancel
+class EndSession(msgspec.Struct, frozen=True, tag="end_session"):
+    """The engine gives up the context that a session has kept."""
+
+    name: str
+
+
+ToEngine = Add | Cancel | EndSession
 
 
 class About(msgspec.Struct, frozen=True, tag="ready"):
