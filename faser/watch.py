@@ -117,8 +117,7 @@ def _window(grids: Sequence[_TimedGrid], seconds_per_grid: float, decode_seconds
 
 def _grids(reader: FrameReader, settings: VisionSettings, options: WatchOptions) -> Iterator[_TimedGrid]:
     """Grids as they become complete; the last frame of a video fills its last grid."""
-    bounds = video_bounds(settings, options.pictures)
-    pruner = make_pruner(reader, options.pruning, settings, bounds)
+    pruner = make_pruner(reader, options.pruning, settings, video_bounds(settings, options.pictures))
     frames: list[tuple[float, Pixels]] = []
     for seconds, pixels in _resized_frames(reader, settings, options, pruner):
         frames.append((seconds, pixels))
