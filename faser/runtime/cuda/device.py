@@ -60,8 +60,6 @@ class CudaDevice:
         return int(torch.cuda.mem_get_info()[1])
 
     def require_model(self, role: str, config: ModelConfig) -> None:
-        if config.vision is not None:
-            raise ConfigError(f"the {role} is a vision-language model, which a GPU does not run yet; use --device cpu")
         size = config.head_dim
         if size < MIN_HEAD_DIM or size & (size - 1):
             raise ConfigError(
@@ -141,7 +139,7 @@ def _open_eyes(parts: Parts, target: CudaModel, slots: Slots) -> None:
     encoder, limits, config = parts.target.vision, parts.limits.vision, parts.target.config
     if encoder is not None and limits is not None:
         target.eyes = CudaEyes(encoder, limits.buffer_rows, config.hidden_size, slots.history)
-    if config.rope.sections:
+    if limits is not None:
         target.angles = RowAngles(parts.target, target.max_rows, slots.history)
 
 
