@@ -89,8 +89,8 @@ def coded_anew(clip: bytes, vision: VisionSettings) -> float:
     for motion in motions(clip):
         pruner.observe(motion)
         if motion.kind in ("P", "B"):
-            shares.append(float(pruner._changed().mean()))
-        pruner._forget()
+            shares.append(float(pruner.changed().mean()))
+        pruner.forget()
     return mean(shares)
 
 

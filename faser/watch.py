@@ -146,8 +146,7 @@ def _window(grids: Sequence[_TimedGrid], seconds_per_grid: float, decode_seconds
 
 def _grids(reader: FrameReader, settings: VisionSettings, options: WatchOptions) -> Iterator[_TimedGrid]:
     """Grids as they become complete; the last frame of a video fills its last grid."""
-    bounds = frame_bounds(settings, options)
-    pruner = make_pruner(reader, options.pruning, settings, bounds)
+    pruner = make_pruner(reader, options.pruning, settings, frame_bounds(settings, options))
     frames: list[tuple[float, Pixels]] = []
     number = count()
     for seconds, pixels in _resized_frames(reader, settings, options, pruner):

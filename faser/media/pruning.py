@@ -87,9 +87,9 @@ class Pruner(ABC):
         is_whole = self._is_whole()
         if not is_whole and start - self._last_whole >= self._refresh - ROUNDING:
             is_whole = True
-            self._forget()
+            self.forget()
         if not is_whole:
-            return _indices(self._changed())
+            return _indices(self.changed())
         self._last_whole = start
         return None
 
@@ -98,11 +98,11 @@ class Pruner(ABC):
         """Whether the rule keeps all of the grid. Asked once for each grid."""
 
     @abstractmethod
-    def _changed(self) -> BoolArray:
+    def changed(self) -> BoolArray:
         """[rows, columns] the groups that changed and were not forgotten."""
 
     @abstractmethod
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """The grid is whole: what changed before is seen."""
 
 
@@ -151,11 +151,11 @@ class CodecPruner(Pruner):
         is_whole, self._has_key = self._has_key, False
         return is_whole
 
-    def _changed(self) -> BoolArray:
+    def changed(self) -> BoolArray:
         assert self._area is not None
         return self._area.changed_groups()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         assert self._area is not None
         self._area.cells.clear()
 
@@ -213,11 +213,11 @@ class DifferencePruner(Pruner):
     def _is_whole(self) -> bool:
         return False  # but for the refresh
 
-    def _changed(self) -> BoolArray:
+    def changed(self) -> BoolArray:
         assert self._mask is not None, "a grid has frames"
         return self._mask
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         assert self._mask is not None
         self._mask[:] = False
 
