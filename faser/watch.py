@@ -190,7 +190,7 @@ def _timed(
     pixels = [pixels for _, pixels in frames]
     pixels += pixels[-1:] * (settings.frames_per_grid - len(pixels))
     kept = None if pruner is None else pruner.kept(start)
-    is_anchor = kept is None if pruner is not None else number % ANCHOR_GRIDS == 0
+    is_anchor = pruner.is_whole if pruner is not None else number % ANCHOR_GRIDS == 0
     return _TimedGrid(make_grid(np.stack(pixels), settings, kept), start, end, len(frames), is_anchor)
 
 
