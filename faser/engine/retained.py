@@ -48,6 +48,7 @@ class RetainedContexts:
     """The kept contexts, and the ranges that running requests have taken and not reached."""
 
     def __init__(self, slots: SlotTable, pool: PagePool) -> None:
+        self.num_taken = 0  # tokens, since the engine started
         self._slots = slots
         self._pool = pool
         self._contexts: OrderedDict[str, _KeptContext] = OrderedDict()  # least recently kept first
@@ -83,6 +84,7 @@ class RetainedContexts:
             self._copies.append(self._entries(reuse, context, request.slot))
             self._ranges[request.slot] = list(zip(reuse.starts.tolist(), reuse.ends.tolist(), strict=True))
             num_taken = reuse.num_tokens
+            self.num_taken += num_taken
         assert name is not None
         self.drop(name)  # its pages are read before anything is written to them
         return num_taken

@@ -222,6 +222,7 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     encode_seconds: float = 0.0
     grids_encoded: int = 0
     grids_found: int = 0  # that a request found encoded
+    tokens_reused: int = 0  # whose KV was taken from the context of a session
 
     @property
     def kv_used(self) -> float:

@@ -249,6 +249,7 @@ def take_snapshot(engine: Engine, now: float, step_failures: int = 0) -> Snapsho
         last_drafted=last.drafted if last is not None else 0,
         speculating_changed=last.speculating_changed if last is not None else None,
         grids_found=scheduler.vision.num_found if scheduler.vision is not None else 0,
+        tokens_reused=scheduler.retained.num_taken,
         exits=_copied(Exits, exits) if exits is not None else None,
         residency=_copied(DraftResidency, residency) if residency is not None else None,
     )

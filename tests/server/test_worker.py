@@ -297,7 +297,7 @@ def test_a_session_takes_over_what_it_kept_and_gives_it_up_at_its_end():
         link.until(lambda: link.snapshot.pages_held > 0)
         link.send(replace_struct(add("b", prompt, 4), session="s", reuse=taken))
         link.until(lambda: "b" in link.ends)
-        assert link.ends["b"].stats.reused == 8
+        assert link.ends["b"].stats.reused == link.snapshot.tokens_reused == 8
         assert link.tokens["b"] == link.tokens["a"]
         link.send(replace_struct(add("c", prompt, 4), reuse=taken))
         link.until(lambda: "c" in link.refused)
