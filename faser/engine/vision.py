@@ -12,7 +12,7 @@ their prompts: whoever waits for room waits for requests that hold encoded rows 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,10 +56,11 @@ class EncodedGrids:
 
     def __init__(self, num_rows: int) -> None:
         self.num_blocks = num_rows // BLOCK_ROWS
-        self._free = list(range(self.num_blocks))[::-1]
+        self._free: list[int] = []
         self._rows: dict[bytes, IntArray] = {}  # by name
         self._holders: dict[bytes, int] = {}
         self._idle: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
+        self.clear()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -99,7 +100,9 @@ class EncodedGrids:
 
     def clear(self) -> None:
         """Forget all grids: what the buffer holds is not known."""
-        self.__init__(self.num_blocks * BLOCK_ROWS)  # type: ignore[misc]
+        self._free = list(range(self.num_blocks))[::-1]
+        for names in (self._rows, self._holders, self._idle):
+            names.clear()
 
     def check(self) -> None:
         """Raise EngineError unless every block has one owner and every grid one state."""
@@ -226,21 +229,24 @@ class VisionPlanner:
         """The vision part of a step in which requests compute num_rows [B] rows from `start` on; None: it has none."""
         if not self._viewers:
             return None
-        owners, positions, buffer_rows = [], [], []
-        for slot, first, count in zip(slots.tolist(), start.tolist(), num_rows.tolist(), strict=True):
-            viewer = self._viewers.get(slot)
-            if viewer is None:
-                continue
-            for i in range(viewer.first, viewer.claimed):
-                begin, end = max(int(viewer.vision.starts[i]), first), min(int(viewer.vision.ends[i]), first + count)
-                if begin < end:
-                    owners.append(np.full(end - begin, slot))
-                    positions.append(np.arange(begin, end))
-                    rows = self.grids.rows_of(viewer.vision.grids[i])
-                    buffer_rows.append(rows[begin - viewer.vision.starts[i] : end - viewer.vision.starts[i]])
-        if not (encoding.writes or owners):
-            return None
-        return VisionPlan(encoding.writes, _joined(owners), _joined(positions), _joined(buffer_rows))
+        parts = [
+            (np.full(positions.size, slot), positions, buffer_rows)
+            for slot, first, count in zip(slots.tolist(), start.tolist(), num_rows.tolist(), strict=True)
+            if slot in self._viewers
+            for positions, buffer_rows in self._seen_rows(self._viewers[slot], first, first + count)
+        ]
+        if not parts:
+            return VisionPlan(encoding.writes, NONE, NONE, NONE) if encoding.writes else None
+        return VisionPlan(encoding.writes, *(np.concatenate(each) for each in zip(*parts, strict=True)))
+
+    def _seen_rows(self, viewer: _Viewer, first: int, last: int) -> Iterator[tuple[IntArray, IntArray]]:
+        """Of the tokens first … last - 1, those of each grid, and their rows of the buffer."""
+        vision = viewer.vision
+        for i in range(viewer.first, viewer.claimed):
+            start = int(vision.starts[i])
+            begin, end = max(start, first), min(int(vision.ends[i]), last)
+            if begin < end:
+                yield np.arange(begin, end), self.grids.rows_of(vision.grids[i])[begin - start : end - start]
 
     def check(self) -> None:
         """Raise EngineError unless the buffer is consistent and only running requests hold parts of it."""
@@ -285,7 +291,3 @@ class VisionPlanner:
             return False
         writes.append(GridWrite(grid, rows))
         return True
-
-
-def _joined(parts: Sequence[IntArray]) -> IntArray:
-    return np.concatenate(parts) if parts else NONE
