@@ -18,7 +18,7 @@ setup: .venv/.installed-dev
 
 # torch comes first and by exact version: an open range would pull gigabytes of another build.
 .venv/.installed: pyproject.toml
-	@echo "Installing FASER into .venv: about 1.2 GB on disk. The first time takes minutes."
+	@echo "Installing FASER into .venv: about 1.3 GB on disk. The first time takes minutes."
 	@echo "A torch with CUDA, which PyPI has for Linux, takes several GB more."
 	@echo "[1/4] a Python environment: .venv"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -40,7 +40,7 @@ def setup(checkout: Path, stderr: int) -> list[str]:
 def test_set_up_says_what_it_installs_how_large_it_is_and_how_long_it_takes(checkout):
     lines = setup(checkout, subprocess.STDOUT)
     said = [line for line in lines if not line.startswith("pip ")]
-    assert said[0] == "Installing FASER into .venv: about 1.2 GB on disk. The first time takes minutes."
+    assert said[0] == "Installing FASER into .venv: about 1.3 GB on disk. The first time takes minutes."
     assert [line[:5] for line in said if line.startswith("[")] == ["[1/4]", "[2/4]", "[3/4]", "[4/4]"]
     assert any("tools for tests" in line and "1.5 GB" in line for line in said)
     assert said[-1].startswith("Installed: .venv takes ")
