@@ -10,17 +10,20 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from faser.errors import ConfigError, InvalidRequest
-from faser.llm import LLM, MediaPrompt
 from faser.media.grids import make_grid, resized, video_bounds
-from faser.media.media import Media
+from faser.media.media import Media, MediaPrompt
 from faser.media.options import DEFAULT_FPS, PictureOptions
 from faser.media.reader import FrameReader, Pixels
 from faser.request import FinishReason, SamplingParams
 from faser.vision import Grid, VisionSettings
+
+if TYPE_CHECKING:
+    from faser.llm import LLM  # imports torch, which windows do not need
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from faser.vision import Grid, count_tokens
@@ -30,3 +31,11 @@ class Media:
     @property
     def num_tokens(self) -> int:
         return count_tokens(self.grids)
+
+
+@dataclass(frozen=True)
+class MediaPrompt:
+    """A prompt, and what it shows. The prompt has one placeholder for each medium, in their order."""
+
+    prompt: str | Sequence[int]
+    media: Sequence[Media]
