@@ -1,14 +1,15 @@
 """Answers about a video, window by window.
 
 Knows frames, windows, and how the time of an answer divides into stages. Knows nothing of codecs or tensors. Windows
-overlap: a grid is cut once, and the engine keeps it encoded while later windows may need it.
+overlap: a grid is cut once, and the engine keeps it encoded while later windows may need it. Which of its groups a grid
+keeps is decided in faser/media/pruning.py.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from faser.errors import ConfigError, InvalidRequest
 from faser.media.grids import make_grid, resized, video_bounds
 from faser.media.media import Media, MediaPrompt
 from faser.media.options import DEFAULT_FPS, PictureOptions
+from faser.media.pruning import Pruner, PruningOptions, make_pruner, rule_for
 from faser.media.reader import FrameReader, Pixels
 from faser.request import FinishReason, SamplingParams
 from faser.vision import Grid, VisionSettings
@@ -34,6 +36,7 @@ class WatchOptions:
     stride: int = 4  # frames from one answer to the next
     fps: float = DEFAULT_FPS  # frames a second; a video with fewer gives all it has
     pictures: PictureOptions | None = None  # sizes of frames
+    pruning: PruningOptions = field(default_factory=PruningOptions)  # which of their groups the model sees
 
     def check(self, frames_per_grid: int) -> None:
         """Raise ConfigError unless windows are made of whole grids."""
@@ -77,6 +80,8 @@ class WindowAnswer:
     text: str
     num_frames: int
     num_tokens: int  # that stand for the frames
+    pruning: str  # the rule that was used: "none", "codec" or "difference"
+    kept: float  # share of the frames' patches that the model saw
     grids_encoded: int
     grids_found: int  # encoded for an earlier window
     seconds: StageSeconds
@@ -115,24 +120,40 @@ def _window(grids: Sequence[_TimedGrid], seconds_per_grid: float, decode_seconds
 
 def _grids(reader: FrameReader, settings: VisionSettings, options: WatchOptions) -> Iterator[_TimedGrid]:
     """Grids as they become complete; the last frame of a video fills its last grid."""
-    bounds = video_bounds(settings, options.pictures)
+    pruner = make_pruner(reader, options.pruning, settings, video_bounds(settings, options.pictures))
     frames: list[tuple[float, Pixels]] = []
-    for seconds, frame in reader.frames_at(options.fps):
-        pixels = resized(frame, settings, bounds)
-        if frames and pixels.shape != frames[0][1].shape:
-            raise InvalidRequest("video whose frames change their size: expected one size; encode it again")
+    for seconds, pixels in _resized_frames(reader, settings, options, pruner):
         frames.append((seconds, pixels))
         if len(frames) == settings.frames_per_grid:
-            yield _timed(frames, settings)
+            yield _timed(frames, settings, pruner)
             frames = []
     if frames:
-        yield _timed(frames, settings)
+        yield _timed(frames, settings, pruner)
 
 
-def _timed(frames: Sequence[tuple[float, Pixels]], settings: VisionSettings) -> _TimedGrid:
+def _resized_frames(
+    reader: FrameReader, settings: VisionSettings, options: WatchOptions, pruner: Pruner | None
+) -> Iterator[tuple[float, Pixels]]:
+    """Sampled frames of one size. The pruner follows."""
+    bounds = video_bounds(settings, options.pictures)
+    observe = pruner.observe if pruner is not None and pruner.needs_motion else None
+    shape: tuple[int, ...] | None = None
+    for seconds, frame in reader.frames_at(options.fps, observe):
+        pixels = resized(frame, settings, bounds)
+        if shape is not None and pixels.shape != shape:
+            raise InvalidRequest("video whose frames change their size: expected one size; encode it again")
+        shape = pixels.shape
+        if pruner is not None:
+            pruner.see(pixels)
+        yield seconds, pixels
+
+
+def _timed(frames: Sequence[tuple[float, Pixels]], settings: VisionSettings, pruner: Pruner | None) -> _TimedGrid:
+    start, end = frames[0][0], frames[-1][0]
     pixels = [pixels for _, pixels in frames]
     pixels += pixels[-1:] * (settings.frames_per_grid - len(pixels))
-    return _TimedGrid(make_grid(np.stack(pixels), settings), frames[0][0], frames[-1][0], len(frames))
+    kept = None if pruner is None else pruner.kept(start)
+    return _TimedGrid(make_grid(np.stack(pixels), settings, kept), start, end, len(frames))
 
 
 class VideoWatcher:
@@ -154,10 +175,11 @@ class VideoWatcher:
 
     def watch(self, reader: FrameReader) -> Iterator[WindowAnswer]:
         """An answer for each window, as soon as its frames are there."""
+        rule = rule_for(reader, self._options.pruning)
         for number, window in enumerate(windows(reader, self._settings, self._options)):
-            yield self._answer(number, window)
+            yield self._answer(number, window, rule)
 
-    def _answer(self, number: int, window: VideoWindow) -> WindowAnswer:
+    def _answer(self, number: int, window: VideoWindow, rule: str) -> WindowAnswer:
         stats, vision = self._llm.stats, self._llm.engine.scheduler.vision
         assert vision is not None
         encode, encoded, found = stats.encode_seconds, stats.grids_encoded, vision.num_found
@@ -177,6 +199,8 @@ class VideoWatcher:
             text=text,
             num_frames=window.media.num_frames,
             num_tokens=window.media.num_tokens,
+            pruning=rule,
+            kept=window.media.kept_share,
             grids_encoded=stats.grids_encoded - encoded,
             grids_found=vision.num_found - found,
             seconds=StageSeconds(

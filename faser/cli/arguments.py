@@ -251,9 +251,27 @@ def add_watch(parser: argparse.ArgumentParser) -> None:
     add("--fps", type=float, default=2.0, metavar="F", help="frames a second that the model sees; default: 2")
     add("--max-pixels", type=int, metavar="N", help="pixels of a frame, after resizing; default: the model's bound")
     add("--json", action="store_true", help="one JSON document per window instead of text")
+    _add_pruning(parser)
     add_chat_template(parser)
     add_engine(parser)
     add_sampling(parser, WATCH_SAMPLING)
+
+
+def _add_pruning(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("pruning: show the model only what changed (docs/video.md)").add_argument
+    add(
+        "--pruning", choices=("none", "codec", "difference"), default="none",
+        help="codec: by the motion vectors of H.264; other codecs, and difference: by pixels. Default: none",
+    )  # fmt: skip
+    add("--tau", type=float, default=1.0, metavar="PX", help="codec: motion that counts, in pixels; default: 1")
+    add(
+        "--threshold", type=float, default=6.0, metavar="N",
+        help="difference: mean change that counts, in levels of 0 to 255; default: 6",
+    )  # fmt: skip
+    add(
+        "--refresh", type=float, default=8.0, metavar="SECONDS",
+        help="show the whole picture at least this often; default: 8; inf: only where the codec does",
+    )  # fmt: skip
 
 
 def add_completion(parser: argparse.ArgumentParser) -> None:

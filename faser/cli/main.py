@@ -185,11 +185,13 @@ def _watch(args: argparse.Namespace) -> int:
     params = arguments.sampling_params(args, _sampling_defaults(args, arguments.WATCH_SAMPLING))
     from faser.cli.watch import print_answers
     from faser.media.options import PictureOptions
+    from faser.media.pruning import PruningOptions
     from faser.media.reader import FrameReader
     from faser.watch import VideoWatcher, WatchOptions
 
     pictures = PictureOptions(max_pixels=args.max_pixels)
-    options = WatchOptions(args.window, args.stride, args.fps, pictures)
+    pruning = PruningOptions(rule=args.pruning, tau=args.tau, threshold=args.threshold, refresh=args.refresh)
+    options = WatchOptions(args.window, args.stride, args.fps, pictures, pruning)
     with FrameReader(args.video) as reader, _make_chat_llm(args) as llm:
         print_answers(VideoWatcher(llm, args.question, options, params).watch(reader), args.json)
     return 0

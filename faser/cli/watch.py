@@ -27,14 +27,17 @@ def as_dict(answer: WindowAnswer) -> dict[str, object]:
     """The answer with its stages in milliseconds."""
     stages = {name: round(1e3 * value, 3) for name, value in asdict(answer.seconds).items()}
     rest = {field.name: getattr(answer, field.name) for field in fields(answer) if field.name != "seconds"}
-    return {**rest, "milliseconds": stages}
+    return {**rest, "kept": round(answer.kept, 4), "milliseconds": stages}
 
 
 def as_line(answer: WindowAnswer) -> str:
     text = " ".join(answer.text.split())
     grids = answer.grids_encoded + answer.grids_found
     encoded = f"{answer.grids_encoded} of {grids} grids encoded" if grids else "nothing encoded"
-    return f"{answer.start:7.1f} to {answer.end:.1f} s  {text}  [{', '.join(_stages(answer.seconds))}; {encoded}]"
+    figures = [", ".join(_stages(answer.seconds)), encoded]
+    if answer.pruning != "none":
+        figures.append(f"{answer.kept:.0%} of patches kept by {answer.pruning}")
+    return f"{answer.start:7.1f} to {answer.end:.1f} s  {text}  [{'; '.join(figures)}]"
 
 
 def _stages(seconds: StageSeconds) -> Iterator[str]:

@@ -32,6 +32,11 @@ class Media:
     def num_tokens(self) -> int:
         return count_tokens(self.grids)
 
+    @property
+    def kept_share(self) -> float:
+        """Of all patches, those that the grids keep."""
+        return self.num_tokens / sum(grid.num_groups for grid in self.grids)
+
 
 @dataclass(frozen=True)
 class MediaPrompt:

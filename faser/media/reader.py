@@ -21,7 +21,7 @@ import av
 import numpy as np
 from av.container import InputContainer
 from av.stream import Disposition
-from av.video.frame import VideoFrame
+from av.video.frame import PictureType, VideoFrame
 from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ from faser.errors import InvalidRequest
 from faser.media.containers import sniff
 from faser.media.limits import MediaLimits
 from faser.media.live import LiveFile
+from faser.media.motion import FrameMotion
 
 Pixels = NDArray[np.uint8]  # [height, width, 3]
 Clock = Callable[[], float]
@@ -39,6 +40,8 @@ CODECS = (
     "mpeg4", "mpeg2video", "mpeg1video", "mjpeg", "gif",
 )  # fmt: skip
 ASSUMED_RATE = 25.0  # frames a second where a stream says nothing
+MOTION_CODECS = ("h264",)  # whose vectors cover every block that is not coded anew; HEVC's are not exported
+KINDS = {PictureType.I: "I", PictureType.P: "P", PictureType.B: "B"}
 MAX_RATE = 1000.0  # a declared rate beyond it is taken for damage
 
 
@@ -104,24 +107,42 @@ class FrameReader:
         rate = float(self._stream.average_rate or self._stream.guessed_rate or 0)
         return rate if 0 < rate <= MAX_RATE else ASSUMED_RATE
 
+    @property
+    def has_motion(self) -> bool:
+        """Whether the codec's motion can be had with the frames."""
+        return self.codec in MOTION_CODECS
+
     # ---- frames ----
 
     def __iter__(self) -> Iterator[tuple[float, Pixels]]:
         for seconds, frame in self.decoded():
             yield seconds, self.to_rgb(frame)
 
-    def frames_at(self, fps: float) -> Iterator[tuple[float, Pixels]]:
+    def frames_at(
+        self, fps: float, observe: Callable[[FrameMotion], None] | None = None
+    ) -> Iterator[tuple[float, Pixels]]:
         """About `fps` frames a second: the first frame at or behind each multiple of 1 / fps, as it is decoded.
 
-        Other frames are not converted. A video with fewer frames a second gives each of them once.
+        Other frames are not converted. A video with fewer frames a second gives each of them once. `observe` gets the
+        motion of every decoded frame, also of those in between, before the frame itself is given.
         """
         assert fps > 0
+        if observe is not None:
+            self._export_motion()
         half = 0.5 / self.fps  # timestamps are rounded, so a tick may come shortly before its frame
         next_tick = -math.inf
         for seconds, frame in self.decoded():
+            if observe is not None:
+                observe(_motion(frame))
             if seconds + half >= next_tick:
                 yield seconds, self.to_rgb(frame)
                 next_tick = (math.floor((seconds + half) * fps + 1e-9) + 1) / fps
+
+    def _export_motion(self) -> None:
+        context = self._stream.codec_context
+        assert self.has_motion
+        assert not context.is_open, "motion is asked for before the first frame"
+        context.options = {**context.options, "flags2": "+export_mvs"}
 
     def decoded(self) -> Iterator[tuple[float, VideoFrame]]:
         """Seconds and frames in the decoder's own pixel format, for callers that convert few of them with `to_rgb`."""
@@ -135,7 +156,7 @@ class FrameReader:
         with _damage_named():
             converted = self._reformatter.reformat(frame, format="rgb24", threads=1)
             pixels = np.asarray(converted.to_ndarray(), dtype=np.uint8)
-        turns = round(frame.rotation / 90) % 4
+        turns = _turns(frame)
         return np.ascontiguousarray(np.rot90(pixels, turns)) if turns else pixels
 
     def packet_times(self) -> list[float | None]:
@@ -203,6 +224,20 @@ class FrameReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _turns(frame: VideoFrame) -> int:
+    """Quarter turns, anticlockwise, that make the frame upright."""
+    return round(frame.rotation / 90) % 4
+
+
+def _motion(frame: VideoFrame) -> FrameMotion:
+    """Vectors of interlaced frames are those of fields, and those of a damaged frame are guesses: not used."""
+    usable = not (frame.is_corrupt or frame.interlaced_frame)
+    kind = KINDS.get(PictureType(frame.pict_type), "?") if usable else "?"
+    found = frame.side_data.get("MOTION_VECTORS") if kind in ("P", "B") else None
+    vectors = None if found is None else found.to_ndarray()
+    return FrameMotion(kind, frame.height, frame.width, _turns(frame), vectors)
 
 
 class _Times:
