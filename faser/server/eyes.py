@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -69,7 +69,7 @@ class Eyes:
                 if num_tokens > most_tokens:
                     raise RequestTooLong(f"{num_tokens} tokens or more with the pictures")
             with _refusing("messages"):
-                return await self._in_thread(_place, token_ids, media, settings)
+                return await self._in_thread(place, token_ids, media, settings)
 
     async def _load(self, reference: Reference, settings: VisionSettings, options: VideoOptions) -> Media:
         with _refusing(reference.place):
@@ -83,13 +83,8 @@ class Eyes:
         """The place is given up when the thread ends, even where nobody waits for its result any more."""
         await self._threads.acquire()
         loop = asyncio.get_running_loop()
-
-        def free(_: object) -> None:
-            with suppress(RuntimeError):  # the loop is closed: the server has ended
-                loop.call_soon_threadsafe(self._threads.release)
-
         work = background.start(function, *args, **kwargs)
-        work.add_done_callback(free)
+        work.add_done_callback(lambda _: background.call_in(loop, self._threads.release))
         return await asyncio.wrap_future(work)
 
     @contextmanager
@@ -104,7 +99,8 @@ class Eyes:
             self.num_bytes -= num_bytes
 
 
-def _place(token_ids: list[int], media: Sequence[Media], settings: VisionSettings) -> SeenPrompt:
+def place(token_ids: list[int], media: Sequence[Media], settings: VisionSettings) -> SeenPrompt:
+    """The prompt with its media in place. Hashes pixels: call it in a thread."""
     placed, vision = place_media(token_ids, media, settings)
     return SeenPrompt(placed, SentVision.of(vision), _details(media))
 
