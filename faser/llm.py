@@ -25,6 +25,7 @@ from faser.media.media import MediaPrompt
 from faser.media.messages import refuse_placeholders, split_messages
 from faser.media.options import parse_options
 from faser.media.placement import place_media
+from faser.media.sliding import PlacedPrompt
 from faser.models import generation
 from faser.models.source import open_target, recommended_sampling
 from faser.models.transformer import Transformer
@@ -47,7 +48,7 @@ from faser.text.stream import ChunkStream
 from faser.text.tokenizer import StopChecker, Tokenizer
 from faser.vision import Vision, VisionSettings
 
-Prompt = str | Sequence[int] | MediaPrompt
+Prompt = str | Sequence[int] | MediaPrompt | PlacedPrompt
 URL_SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
 _BLIND = "the model takes text alone; load one that sees, such as Qwen2.5-VL"
 LOCAL_MEDIA = MediaAccess(allowed_folders=(Path("/"),))  # the caller may read what this process may
@@ -279,6 +280,8 @@ class LLM:
             seed=draw_seed(params.seed),
             stop_ids=params.stop_ids(self._config.eos_token_ids),
             vision=vision,
+            session=prompt.session if isinstance(prompt, PlacedPrompt) else None,
+            reuse=prompt.reuse if isinstance(prompt, PlacedPrompt) else None,
         )
 
     @property
@@ -293,6 +296,8 @@ class LLM:
                 raise InvalidRequest(f"prompt: {_BLIND}")
             placed, vision = place_media(self._token_ids(prompt.prompt), prompt.media, self.vision_settings)
             return tuple(placed), vision
+        if isinstance(prompt, PlacedPrompt):
+            return tuple(prompt.token_ids), prompt.vision
         token_ids = self._token_ids(prompt)
         found = next((token for token in self._placeholder_ids if token in token_ids), None)
         if found is not None:
@@ -373,13 +378,13 @@ def _absolute(url: str) -> str:
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several. A flat list of numbers is one prompt of token ids."""
-    if isinstance(prompts, str | MediaPrompt):
+    if isinstance(prompts, str | MediaPrompt | PlacedPrompt):
         return [prompts]
     listed: list[Any] = list(prompts)
-    if listed and not any(isinstance(item, MediaPrompt) or hasattr(item, "__len__") for item in listed):
+    if listed and not any(isinstance(item, MediaPrompt | PlacedPrompt) or hasattr(item, "__len__") for item in listed):
         return [listed]
     for item in listed:
-        if not isinstance(item, MediaPrompt) and not hasattr(item, "__len__"):
+        if not isinstance(item, MediaPrompt | PlacedPrompt) and not hasattr(item, "__len__"):
             raise InvalidRequest(f"prompt {item!r}: expected a string or a list of token ids, or a MediaPrompt")
     return listed
 

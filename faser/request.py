@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from faser.arrays import BoolArray, IntArray
 from faser.errors import InvalidRequest
 from faser.vision import Vision
 
@@ -193,6 +194,7 @@ class Stats:
     accepted: int = 0  # without tokens after a stop
     steps: int = 0  # that emitted tokens: accepted + steps = output tokens
     cached: int = 0  # prompt tokens found in the prefix cache when the request first ran
+    reused: int = 0  # prompt tokens whose KV came from the latest context of its session
     lengths: tuple[int, ...] = ()  # [k]: steps that drafted k tokens; ends with the longest, at most 32
 
     @property
@@ -234,6 +236,30 @@ class Chunk:
         return "".join(text for text, _ in self.pieces)
 
 
+@dataclass(frozen=True, eq=False)
+class Reuse:
+    """Tokens of a prompt whose KV is taken from another context, where they stood behind other tokens.
+
+    That is an approximation: their KV depends on tokens that are no longer there. Range i of the prompt, starts[i] …
+    ends[i] - 1, has the KV of the tokens from sources[i] on. Ranges ascend and do not reach the last token.
+    """
+
+    starts: IntArray  # [ranges]
+    ends: IntArray
+    sources: IntArray
+
+    @property
+    def num_tokens(self) -> int:
+        return int((self.ends - self.starts).sum())
+
+    def covers(self, starts: IntArray, ends: IntArray) -> BoolArray:
+        """[n] whether each of these ranges lies within one that is taken."""
+        place = np.searchsorted(self.starts, starts, side="right") - 1
+        known = place >= 0
+        covered: BoolArray = known & (ends <= np.where(known, self.ends[np.maximum(place, 0)], 0))
+        return covered
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt for the engine, checked and tokenised."""
@@ -244,6 +270,8 @@ class Request:
     seed: int  # given or drawn; the sampling noise is a function of it
     stop_ids: frozenset[int] = frozenset()  # end tokens of the model unless ignored, and the user's stop_token_ids
     vision: Vision | None = None  # the pictures that some of the prompt's tokens stand for
+    session: str | None = None  # its context is kept under this name for the next request of the session
+    reuse: Reuse | None = None  # what it takes from the context that its session has kept
 
 
 @dataclass(frozen=True)

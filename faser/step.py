@@ -54,6 +54,17 @@ class PageMoves:
 
 
 @dataclass(frozen=True)
+class KvCopies:
+    """Entries of the target's pages that are copied, before anything is computed: KV that requests take over.
+
+    Entry e is token e % page_size of page e // page_size. All sources are read before a destination is written.
+    """
+
+    sources: IntArray
+    destinations: IntArray
+
+
+@dataclass(frozen=True)
 class GridWrite:
     """A grid to encode, and where its tokens go: rows of the executor's buffer of encoded tokens."""
 
@@ -109,6 +120,7 @@ class StepPlan:
     overlap: OverlapPlan | None = None  # drafts of an earlier step, and drafting beside the verification
     moves: PageMoves | None = None  # the target's pool shrinks (faser/engine/residency.py)
     vision: VisionPlan | None = None  # pictures to encode, and rows that are encoded tokens
+    copies: KvCopies | None = None  # KV that requests take over from the contexts of their sessions
 
     @cached_property
     def samples(self) -> BoolArray:

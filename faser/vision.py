@@ -92,6 +92,7 @@ class Vision:
     grids: tuple[Grid, ...]  # in the order of the prompt
     starts: IntArray  # [grids]
     positions: IntArray | None  # [prompt tokens, 3] in time, height and width; None: every position is the index
+    shift: int = 0  # added to all positions in time: of a window in the midst of a video
 
     @cached_property
     def ends(self) -> IntArray:
@@ -100,7 +101,7 @@ class Vision:
 
     @cached_property
     def offset(self) -> int:
-        """What must be added to the index of an output token to get its position."""
+        """What must be added to the index of an output token to get its position, without the shift."""
         return 0 if self.positions is None else int(self.positions.max()) + 1 - len(self.positions)
 
     def rotary_positions(self, num_tokens: int) -> IntArray:
@@ -109,6 +110,7 @@ class Vision:
         if self.positions is not None:
             positions += self.offset
             positions[: len(self.positions)] = self.positions[:num_tokens]
+        positions[:, 0] += self.shift
         return positions
 
     def page_salt(self, start: int, stop: int) -> bytes:
@@ -125,7 +127,7 @@ class Vision:
             positions = self.positions[start:stop]
             if (positions != np.arange(start, start + len(positions))[:, None]).any():
                 salt += positions.tobytes()
-        return salt
+        return salt + (self.shift.to_bytes(8, "little") if self.shift else b"")
 
 
 def count_tokens(grids: Sequence[Grid]) -> int:

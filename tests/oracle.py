@@ -24,11 +24,12 @@ from faser.policy.overlap import Chunks, Overlap
 from faser.policy.residency import ExpectedGain, ResidencyRule, ResidencyView
 from faser.request import Progress, Request, SamplingParams
 from faser.rules.stopping import Stopping
-from faser.step import Admission, PageMoves, PageWrites, Settling, StepPlan, StepResult, StepSeconds
+from faser.step import Admission, KvCopies, PageMoves, PageWrites, Settling, StepPlan, StepResult, StepSeconds
 from faser.vision import Grid, Vision
 
 VOCABULARY = 5
 SEED = 7
+TAKEN = -2  # what an entry holds that was copied from the context of a session
 HEADS = {"chain head": HeadLimits(), "block head": HeadLimits(block_rows=5, max_length=4)}
 
 
@@ -92,6 +93,12 @@ class _Memory:
     def apply(self, writes: PageWrites) -> None:
         self.table[writes.slots, writes.columns] = writes.pages
 
+    def copy(self, copies: KvCopies) -> None:
+        """What is copied is right where it comes from, and need not fit the tokens that stand before it now."""
+        entries = self.held.reshape(-1)
+        assert (entries[copies.sources] != -1).all()
+        entries[copies.destinations] = TAKEN
+
     def require(self, slot: int, tokens: Sequence[int], start: int, end: int) -> None:
         """Rows start … end - 1 must have been computed over `tokens`."""
         prefix = 0
@@ -116,7 +123,7 @@ class _Memory:
             page, offset = self.table[slot, position // self.page_size], position % self.page_size
             assert page < self.num_backed, f"slot {slot}, {position}: page {page} has no memory"
             if position < start:
-                assert self.held[page, offset] == prefix, f"slot {slot}, {position}: page {page} is wrong"
+                assert self.held[page, offset] in (prefix, TAKEN), f"slot {slot}, {position}: page {page} is wrong"
             else:
                 self.held[page, offset] = prefix
         return prefix
@@ -154,6 +161,8 @@ class OracleExecutor:
         plan = plan.settle(self.settling[plan.slots])
         if plan.moves is not None:
             self.target.move(plan.moves)
+        if plan.copies is not None:
+            self.target.copy(plan.copies)
         self.target.apply(plan.target_pages)
         assert plan.num_rows.min() > 0
         assert (plan.num_rows + plan.judged).sum() <= self.limits.max_batch_tokens, "more rows than a step may have"

@@ -63,6 +63,15 @@ def test_a_grid_keeps_what_moves_and_whole_ones_have_an_i_frame():
     assert all({0} <= row <= {0, 1} for row in rows), "the sprite is in the upper part"
 
 
+def test_anchors_are_whole_grids_and_not_those_in_which_everything_changed():
+    everything = PruningOptions(rule="codec", refresh=math.inf, tau=1e-9)
+    found = list(windows(read("libx264", "mp4", 16), SMALL, WatchOptions(2, 2, 10, pruning=everything)))
+    anchors = [i for i, each in enumerate(found) if each.is_anchor.all()]
+    assert anchors == [0, 8], "those with an I-frame"
+    unpruned = list(windows(read("libx264", "mp4", 16), SMALL, WatchOptions(2, 2, 10)))
+    assert [i for i, each in enumerate(unpruned) if each.is_anchor.all()] == [0, 8], "one grid in eight"
+
+
 def test_a_grid_is_cut_from_the_stream_alone_whatever_the_windows():
     names = [[grid.name for grid in grids(read(), CODEC, *shape)] for shape in ((2, 2), (8, 2), (16, 16))]
     assert names[0] == names[1] == names[2]

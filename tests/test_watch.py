@@ -14,9 +14,10 @@ from faser import LLM, SamplingParams
 from faser.cli.main import main
 from faser.errors import ConfigError
 from faser.media.media import MediaPrompt
+from faser.media.options import PictureOptions
 from faser.media.reader import FrameReader
 from faser.request import RequestOutput
-from faser.watch import VideoWatcher, VideoWindow, WatchOptions, windows
+from faser.watch import VideoWatcher, VideoWindow, WatchOptions, frame_bounds, windows
 from tests.media.clips import SETTINGS, clip
 from tests.server.seeing import write_seeing_checkpoint
 
@@ -130,6 +131,34 @@ def test_speculation_changes_no_answer(llm, folder):
         assert drafting.stats.drafted > 0
 
 
+def test_kv_reuse_computes_less_and_anchors_again(llm):
+    options = WatchOptions(8, 2, fps=10, kv_reuse=True)
+    answers = list(VideoWatcher(llm, QUESTION, options, PARAMS).watch(read(30, draw=blocks)))
+    per_grid = answers[0].num_tokens // 4
+    # 15 grids, of which 0 and 8 are anchors: windows 6 to 8 take one grid less over
+    assert [answer.reuse.num_tokens // per_grid for answer in answers] == [0, 3, 3, 3, 3, 3, 2, 2, 2, 3, 3, 3]
+    assert answers[-1].reuse.num_checks == 1
+    assert len(llm.engine.scheduler.retained) == 0, "the context is given up at the end"
+
+
+def test_reuse_stops_where_answers_differ_too_often(llm, monkeypatch):
+    monkeypatch.setattr("faser.watch.CHECKED_WINDOWS", 1)
+    monkeypatch.setattr("faser.watch.MAX_DIFFERING", -1.0)
+    options = WatchOptions(8, 2, fps=10, kv_reuse=True)
+    answers = list(VideoWatcher(llm, QUESTION, options, PARAMS).watch(read(30, draw=blocks)))
+    assert [answer.reuse.is_on for answer in answers] == [True] * 4 + [False] * 8
+    assert [answer.reuse.num_checks for answer in answers] == [0, 1, 2, 3] + [4] * 8
+    exact = list(VideoWatcher(llm, QUESTION, replace(options, kv_reuse=False), PARAMS).watch(read(30, draw=blocks)))
+    assert [a.text for a in answers[5:]] == [a.text for a in exact[5:]]
+
+
+def test_frames_are_no_larger_than_the_models_own_tools_take_them():
+    wide = replace(SETTINGS, video_max_pixels=28 * 28 * 16384)
+    assert frame_bounds(wide, WatchOptions())[1] == 768 * 28 * 28
+    assert frame_bounds(wide, WatchOptions(pictures=PictureOptions(max_pixels=10**6)))[1] == 10**6
+    assert frame_bounds(SETTINGS, WatchOptions())[1] == SETTINGS.video_max_pixels
+
+
 def test_stages_are_measured(llm):
     (answer,) = VideoWatcher(llm, QUESTION, WatchOptions(8, 8, fps=10), PARAMS).watch(read(8))
     stages = answer.seconds
@@ -179,11 +208,12 @@ def test_the_command_prints_a_line_for_each_window(folder, video, capsys):
 
 def test_the_command_prints_json_for_machines(folder, video, capsys):
     options = ["--model", str(folder), "--window", "4", "--stride", "2", "--fps", "10", "--json", "--max-tokens", "4"]
-    assert main(["watch", str(video), QUESTION, *options]) == 0
+    assert main(["watch", str(video), QUESTION, *options, "--kv-reuse"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [each["number"] for each in found] == [0, 1, 2, 3, 4]
     assert [each["grids_encoded"] for each in found] == [2, 1, 1, 1, 1]
     assert set(found[0]["milliseconds"]) == {"decode", "encode", "prefill", "answer"}
+    assert found[2]["reuse"]["num_tokens"] == found[2]["num_tokens"] // 2
 
 
 @pytest.mark.parametrize(

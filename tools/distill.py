@@ -77,8 +77,18 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def run_layer(config: ModelConfig, w: dict[str, Tensor | None], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """One decoder layer over whole sequences, differentiable. x [sequences, tokens, hidden]."""
+def run_layer(
+    config: ModelConfig,
+    w: dict[str, Tensor | None],
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """One decoder layer over whole sequences, differentiable. x [sequences, tokens, hidden].
+
+    mask [tokens, tokens]: which token sees which; None: each sees itself and those before it.
+    """
     count, length, _ = x.shape
     normed = F.rms_norm(x, x.shape[-1:], w["attention_norm"], config.norm_eps)
     qkv = F.linear(normed, w["qkv"], w.get("qkv_bias")).view(count, length, -1, config.head_dim).transpose(1, 2)
@@ -88,7 +98,11 @@ def run_layer(config: ModelConfig, w: dict[str, Tensor | None], x: Tensor, cos: 
         both = both * w["qk_norm"][:, None]  # type: ignore[index]
         query, key = both.split([config.num_heads, config.num_kv_heads], dim=1)
     query, key = rotary(query, cos, sin), rotary(key, cos, sin)
-    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    if mask is not None:  # no fused kernel takes both a mask and fewer KV heads
+        key, value = (each.repeat_interleave(config.num_heads // config.num_kv_heads, dim=1) for each in (key, value))
+    attended = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=mask is None
+    )
     x = x + F.linear(attended.transpose(1, 2).reshape(count, length, -1), w["out"], w.get("out_bias"))
     normed = F.rms_norm(x, x.shape[-1:], w["mlp_norm"], config.norm_eps)
     gate, up = F.linear(normed, w["gate_up"]).chunk(2, dim=-1)

@@ -250,8 +250,13 @@ def add_watch(parser: argparse.ArgumentParser) -> None:
     add("--window", type=int, default=16, metavar="N", help="frames that one answer is about; default: 16")
     add("--stride", type=int, default=4, metavar="N", help="frames from one answer to the next; default: 4")
     add("--fps", type=float, default=2.0, metavar="F", help="frames a second that the model sees; default: 2")
-    add("--max-pixels", type=int, metavar="N", help="pixels of a frame, after resizing; default: the model's bound")
+    add("--max-pixels", type=int, metavar="N", help="pixels of a frame, after resizing; default: at most 602112")
     add("--json", action="store_true", help="one JSON document per window instead of text")
+    add(
+        "--kv-reuse", action="store_true",
+        help="do not compute frames again that stay in the window: faster, and approximate; checked against exact "
+        "answers as it goes, and stopped where they differ too often",
+    )  # fmt: skip
     _add_pruning(parser)
     add_chat_template(parser)
     add_engine(parser)

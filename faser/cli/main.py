@@ -191,7 +191,7 @@ def _watch(args: argparse.Namespace) -> int:
 
     pictures = PictureOptions(max_pixels=args.max_pixels)
     pruning = PruningOptions(rule=args.pruning, tau=args.tau, threshold=args.threshold, refresh=args.refresh)
-    options = WatchOptions(args.window, args.stride, args.fps, pictures, pruning)
+    options = WatchOptions(args.window, args.stride, args.fps, pictures, pruning, args.kv_reuse)
     with FrameReader(args.video) as reader, _make_chat_llm(args) as llm:
         print_answers(VideoWatcher(llm, args.question, options, params).watch(reader), args.json)
     return 0

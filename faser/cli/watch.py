@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from statistics import median
 
 from faser.watch import StageSeconds, WindowAnswer
@@ -25,9 +25,9 @@ def print_answers(answers: Iterable[WindowAnswer], as_json: bool) -> None:
 
 def as_dict(answer: WindowAnswer) -> dict[str, object]:
     """The answer with its stages in milliseconds."""
-    stages = {name: round(1e3 * value, 3) for name, value in asdict(answer.seconds).items()}
-    rest = {field.name: getattr(answer, field.name) for field in fields(answer) if field.name != "seconds"}
-    return {**rest, "kept": round(answer.kept, 4), "milliseconds": stages}
+    found = asdict(answer)
+    stages = {name: round(1e3 * value, 3) for name, value in found.pop("seconds").items()}
+    return {**found, "kept": round(answer.kept, 4), "milliseconds": stages}
 
 
 def as_line(answer: WindowAnswer) -> str:
@@ -37,7 +37,17 @@ def as_line(answer: WindowAnswer) -> str:
     figures = [", ".join(_stages(answer.seconds)), encoded]
     if answer.pruning != "none":
         figures.append(f"{answer.kept:.0%} of patches kept by {answer.pruning}")
+    figures += _reuse(answer)
     return f"{answer.start:7.1f} to {answer.end:.1f} s  {text}  [{'; '.join(figures)}]"
+
+
+def _reuse(answer: WindowAnswer) -> Iterator[str]:
+    state = answer.reuse
+    if state.is_on:
+        yield f"{state.num_tokens} of {answer.num_tokens} tokens reused"
+    if state.num_checks:
+        ended = "" if state.is_on else ", so reuse has stopped"
+        yield f"{state.num_differing} of {state.num_checks} checked answers differed{ended}"
 
 
 def _stages(seconds: StageSeconds) -> Iterator[str]:

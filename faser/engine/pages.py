@@ -59,6 +59,7 @@ class PagePool:
         self._free[:num_pages] = np.arange(num_pages)[::-1]
         self.num_free = num_pages  # neither held nor idle
         self._holders: IntArray = np.zeros(most, dtype=np.int64)
+        self._detached: IntArray = np.zeros(most, dtype=np.int64)  # of the holders, those that are no slots
         self._published: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -116,6 +117,21 @@ class PagePool:
             return
         pages = self.table[slot, : self.count[slot]][::-1]
         self.count[slot] = 0
+        self._give_back(pages)
+
+    def detach(self, slot: int) -> IntArray:
+        """Take all pages from a slot and keep them held, until `give_back_detached`."""
+        pages = self.table[slot, : self.count[slot]].copy()
+        self.count[slot] = 0
+        self._detached[pages] += 1
+        return pages
+
+    def give_back_detached(self, pages: IntArray) -> None:
+        self._detached[pages] -= 1
+        self._give_back(pages[::-1])
+
+    def _give_back(self, pages: IntArray) -> None:
+        """One holder less of each page."""
         self._holders[pages] -= 1
         if not self._hash_of:  # then no page is shared
             self._push(pages)
@@ -214,7 +230,7 @@ class PagePool:
 
     def clear(self) -> None:
         """Empty the pool: no slot holds a page, and the cache forgets all."""
-        self.count[:] = self._holders[:] = 0
+        self.count[:] = self._holders[:] = self._detached[:] = 0
         self._published.clear()
         self._hash_of.clear()
         self._idle.clear()
@@ -225,6 +241,7 @@ class PagePool:
     def check(self) -> None:
         """Raise EngineError unless every page is in exactly one state and the counts agree with the tables."""
         held = Counter(int(p) for slot, n in enumerate(self.count.tolist()) for p in self.table[slot, :n])
+        held.update({int(p): int(self._detached[p]) for p in np.flatnonzero(self._detached)})
         free = self._free[: self.num_free].tolist()
         idle = list(self._idle)
         problems = {

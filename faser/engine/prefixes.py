@@ -1,7 +1,8 @@
 """The prefix cache as requests use it: names of full pages, which to look for and which to publish.
 
 A page's name is the hash of all tokens up to its end (pages.py). Pages of both models have the same names, each in its
-own pool. Without caching every method does nothing and finds nothing.
+own pool. Without caching every method does nothing and finds nothing. The pages of a request that takes KV from another
+context are its own: their content is not what its tokens alone would give.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class Prefixes:
 
     def num_unnamed(self, waiting: OpenRequest) -> int:
         """Full pages that `look_for` would have to name."""
-        return waiting.token_ids.size // self._size - len(waiting.page_names) if self._caching else 0
+        if not self._caching or waiting.is_private:
+            return 0
+        return waiting.token_ids.size // self._size - len(waiting.page_names)
 
     def look_for(self, waiting: OpenRequest) -> None:
         """Update `num_found`: the leading pages of a waiting request that are cached."""
@@ -66,7 +69,7 @@ class Prefixes:
         if request.runs:
             column, end = int(self._published[request.slot]), len(request.page_names)
         else:
-            column, end = request.num_found, self._last_useful(request)
+            column, end = request.num_found, min(self._last_useful(request), len(request.page_names))
         return request.page_names[column] if column < end else None
 
     def pages_in_flight(self, decoding: IntArray) -> set[bytes]:
@@ -110,7 +113,7 @@ class Prefixes:
 
     def publish(self, slot: int, most: int | None = None) -> None:
         """Publish a slot's leading full pages, at most `most`. Rows beyond num_computed may hold rejected drafts."""
-        if not self._caching:
+        if not self._caching or self._slots[slot].is_private:
             return
         size, request, num_known = self._size, self._slots[slot], int(self._slots.num_known[slot])
         self._name_pages(request, self._slots.tokens[slot], num_known)
@@ -131,6 +134,8 @@ class Prefixes:
 
     def _name_pages(self, request: OpenRequest, tokens: IntArray, num_tokens: int) -> None:
         names, size, vision = request.page_names, self._size, request.request.vision
+        if request.is_private:
+            return
         for column in range(len(names), num_tokens // size):
             previous, start, stop = names[-1] if names else b"", column * size, (column + 1) * size
             salt = vision.page_salt(start, stop) if vision is not None else b""

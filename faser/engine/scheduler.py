@@ -23,6 +23,7 @@ from faser.engine.pages import PagePool, PagePools
 from faser.engine.prefixes import Prefixes
 from faser.engine.prompt_pace import StepPace, prompt_room, share_rows
 from faser.engine.reporter import Reporter
+from faser.engine.retained import RetainedContexts, check_reuse
 from faser.engine.slots import OpenRequest, OutputChecker, SlotTable
 from faser.engine.vision import Encoding, VisionPlanner, check_vision
 from faser.errors import EngineError, InvalidRequest
@@ -30,7 +31,7 @@ from faser.limits import Limits
 from faser.policy import Policy
 from faser.policy.overlap import Overlap
 from faser.request import FinishReason, Progress, Request
-from faser.step import PageWrites, StepPlan, StepResult
+from faser.step import PageMoves, PageWrites, StepPlan, StepResult
 
 
 class Committed(NamedTuple):
@@ -77,6 +78,7 @@ class Scheduler:
         self.drafts = DraftPlanner(limits, policy, self._slots, target_pages, draft_pages, self.prefixes)
         self._in_flight = PlansInFlight(self._slots, self.drafts)
         self.vision = VisionPlanner(limits.vision, self._slots) if limits.vision is not None else None
+        self.retained = RetainedContexts(self._slots, target_pages)
         self._reporter = reporter(self._slots)
         self._requests: dict[str, OpenRequest] = {}
         self._num_added = 0
@@ -125,6 +127,7 @@ class Scheduler:
             raise InvalidRequest(f"request id {request.id!r} is already in use; give every open request its own")
         check_size(request, self.limits.max_model_len, self.target_pages)
         check_vision(request, self.limits.vision)
+        check_reuse(request)
         token_ids = np.asarray(request.prompt_token_ids, dtype=np.int64)
         added = OpenRequest(request, checker, self._num_added, token_ids)
         self._num_added += 1
@@ -180,7 +183,7 @@ class Scheduler:
         self._drop_cancelled()
         for progress in self._reporter.report(plan.slots, emitted, result):
             if progress.finish is not None:
-                self._close(self._requests[progress.request_id])
+                self._close(self._requests[progress.request_id], keep=True)
             self._untold.append(progress)
         slots = self._in_flight.not_in_flight(self._slots.running)  # a plan in flight uses all its pages
         self._pools.truncate(slots, self._slots.num_tokens[slots], self._slots.draft_computed[slots])
@@ -198,6 +201,7 @@ class Scheduler:
             self._drop(request, reason, publish=False)  # rows and moves of the steps in flight may not have been made
         if self.vision is not None:
             self.vision.abandon()
+        self.retained.clear()
         return self.take_ended()
 
     def check(self) -> None:
@@ -209,6 +213,7 @@ class Scheduler:
             raise EngineError("a request is neither waiting nor running")
         if self.vision is not None:
             self.vision.check()
+        self.retained.check()
 
     # ── residency ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -264,6 +269,8 @@ class Scheduler:
             slots = self._runnable()
             if self.target_pages.reserve(slots, self._slots.num_tokens[slots]):
                 break
+            if self.retained.drop_oldest():
+                continue
             has_enough = False
             if self._in_flight:
                 break
@@ -283,6 +290,8 @@ class Scheduler:
         """Move the waiting requests into slots whose prompts get rows of this step."""
         if not (self._queue.waiting and self._slots.free):
             return
+        while len(self.retained) and self._queue.lacks_pages:
+            self.retained.drop_oldest()
         slots = self._runnable()
         reads = self._slots.num_tokens[slots] - self._slots.num_computed[slots] > 1
         decoding = slots[~reads]
@@ -293,17 +302,21 @@ class Scheduler:
             self.prefixes.admit(request, num_found)
             self.drafts.admit(request.slot)
             self._reporter.admit(request)
+            reused = self.retained.take(request)
+            request.stats = replace(request.stats, reused=reused)
             if self.vision is not None:
-                self.vision.admit(request.slot, request.request.vision)
+                self.vision.admit(request.slot, request.request.vision, request.request.reuse if reused else None)
 
     def _make_plan(self) -> StepPlan | None:
         slots = self._runnable()
         if slots.size == 0:
             return None
+        self.retained.skip()
         start = self._slots.num_computed[slots]
         pending = self._slots.num_tokens[slots] - start
         decoding = pending == 1
         encoding = self._encode(slots, decoding)
+        pending = self.retained.limit(slots, start, pending)
         if self.vision is not None:
             pending = self.vision.limit(slots, start, pending)
             decoding &= pending == 1  # a prompt may end with a picture that is not encoded yet
@@ -316,7 +329,7 @@ class Scheduler:
         if not runs.all():
             slots, start, num_rows, decoding = slots[runs], start[runs], num_rows[runs], decoding[runs]
         drafting = drafting.spread(decoding)
-        moves = self.target_pages.compact(num_kept=self.num_running) if self.target_pages.num_beyond else None
+        moves = self._compact() if self.target_pages.num_beyond else None
         admitted, released = self._slots.take_changes()
         target_writes, draft_writes = self._pools.take_writes()
         return StepPlan(
@@ -336,7 +349,13 @@ class Scheduler:
             overlap=drafting.overlap,
             moves=moves,
             vision=self.vision.plan(encoding, slots, start, num_rows) if self.vision is not None else None,
+            copies=self.retained.take_copies(),
         )
+
+    def _compact(self) -> PageMoves | None:
+        """Move pages below the end of a pool that shrank. Kept contexts do not follow."""
+        self.retained.clear_kept()
+        return self.target_pages.compact(num_kept=self.num_running)
 
     def _encode(self, slots: IntArray, decoding: BoolArray) -> Encoding:
         """What the vision encoder does in this step."""
@@ -369,19 +388,22 @@ class Scheduler:
             if request.request.id in self._requests:  # it may have failed
                 self._drop(request, FinishReason.CANCELLED)
 
-    def _close(self, request: OpenRequest, publish: bool = True) -> None:
-        """Forget a request."""
+    def _close(self, request: OpenRequest, publish: bool = True, keep: bool = False) -> None:
+        """Forget a request. `keep`: it has ended as it should, and its session may keep its context."""
         del self._requests[request.request.id]
         if request.runs:
-            self._vacate(request, publish)
+            self._vacate(request, publish, keep and request.request.session is not None)
         else:
             self._queue.waiting.remove(request)
 
-    def _vacate(self, request: OpenRequest, publish: bool = True) -> None:
-        """Take a running request out of its slot and give back its pages."""
+    def _vacate(self, request: OpenRequest, publish: bool = True, keep: bool = False) -> None:
+        """Take a running request out of its slot and give back its pages, or keep the target's."""
         slot = request.slot
         if publish:
             self.prefixes.publish(slot)
+        if keep:
+            self.retained.keep(request)
+        self.retained.vacate(slot)
         self._pools.release(slot)
         self._reporter.leave(request)
         if self.vision is not None:

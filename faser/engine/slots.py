@@ -11,7 +11,7 @@ num_computed is at most n - 1: the last token's row is computed in the step that
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -50,6 +50,11 @@ class OpenRequest:
     @property
     def runs(self) -> bool:
         return self.slot >= 0
+
+    @property
+    def is_private(self) -> bool:
+        """Whether its pages may be offered to nobody, nor taken from the prefix cache."""
+        return self.request.reuse is not None
 
     def finish(
         self, reason: FinishReason, stats: Stats, stop_id: int | None = None, error: str | None = None
@@ -146,7 +151,7 @@ class SlotTable:
         self.num_computed[plan.slots] = np.where(plan.samples, num_tokens - 1, plan.start + plan.num_rows)
 
     def stats(self, request: OpenRequest) -> Stats:
-        return self.counts.stats(request.slot, request.stats.cached) if request.runs else request.stats
+        return self.counts.stats(request.slot, request.stats) if request.runs else request.stats
 
 
 class SpeculationCounts:
@@ -173,12 +178,13 @@ class SpeculationCounts:
         self.steps[slots] += samples
         self._lengths[slots, np.minimum(result.num_drafted, HARD_MAX_LENGTH)] += samples
 
-    def stats(self, slot: int, cached: int) -> Stats:
-        return Stats(
+    def stats(self, slot: int, before: Stats) -> Stats:
+        """`before`: what was known of the request when it got the slot."""
+        return replace(
+            before,
             drafted=int(self.drafted[slot]),
             verified=int(self.verified[slot]),
             accepted=int(self.accepted[slot]),
             steps=int(self.steps[slot]),
-            cached=cached,
             lengths=tuple(np.trim_zeros(self._lengths[slot], "b").tolist()),
         )

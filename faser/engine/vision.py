@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from faser.arrays import NONE, IntArray
+from faser.arrays import NONE, BoolArray, IntArray
 from faser.engine.prompt_pace import StepPace, encoding_work
 from faser.engine.slots import SlotTable
 from faser.errors import EngineError, InvalidRequest, RequestTooLong
 from faser.limits import VisionLimits
-from faser.request import Request
+from faser.request import Request, Reuse
 from faser.step import GridWrite, VisionPlan
 from faser.vision import Grid, Vision
 
@@ -43,7 +43,7 @@ def check_vision(request: Request, limits: VisionLimits | None) -> None:
             f"a picture of {largest} tokens, but encoded pictures have room for {most}; send a smaller picture, or "
             "enlarge vision_memory"
         )
-    end = len(request.prompt_token_ids) + request.params.max_tokens + vision.offset
+    end = len(request.prompt_token_ids) + request.params.max_tokens + vision.offset + vision.shift
     if end > limits.max_positions:
         raise RequestTooLong(
             f"prompt and max_tokens reach position {end}, but the model has {limits.max_positions}; send a shorter "
@@ -123,6 +123,7 @@ class _Viewer:
     """A running request whose pictures are not all computed: it holds grids first … claimed - 1."""
 
     vision: Vision
+    is_reused: BoolArray  # [grids] whose KV it took from elsewhere: they need not be encoded
     first: int = 0  # the first grid whose rows are not all computed
     claimed: int = 0  # the first grid that it has not claimed
 
@@ -177,9 +178,13 @@ class VisionPlanner:
         self._slots = slots
         self._viewers: dict[int, _Viewer] = {}  # by slot
 
-    def admit(self, slot: int, vision: Vision | None) -> None:
+    def admit(self, slot: int, vision: Vision | None, reuse: Reuse | None = None) -> None:
+        """`reuse`: what the request took from the context of its session."""
         if vision is not None:
-            self._viewers[slot] = _Viewer(vision)
+            is_reused = np.zeros(len(vision.grids), dtype=np.bool_)
+            self._viewers[slot] = _Viewer(
+                vision, is_reused if reuse is None else reuse.covers(vision.starts, vision.ends)
+            )
 
     def vacate(self, slot: int) -> None:
         viewer = self._viewers.pop(slot, None)
@@ -254,19 +259,25 @@ class VisionPlanner:
 
     def _release(self, viewer: _Viewer, end: int) -> None:
         for i in range(viewer.first, min(end, viewer.claimed)):
-            self.grids.release(viewer.vision.grids[i])
+            if not viewer.is_reused[i]:
+                self.grids.release(viewer.vision.grids[i])
 
     def _claim(self, viewer: _Viewer, end: int, room: _EncodingRoom, writes: list[GridWrite]) -> None:
         """Hold the grids that begin before the token `end`, in order; encode those that are not here."""
         vision = viewer.vision
         while viewer.claimed < len(vision.grids) and vision.starts[viewer.claimed] < end:
-            grid = vision.grids[viewer.claimed]
-            if grid.name in self.grids:
-                self.num_found += 1
-            elif not self._make(grid, room, writes):
+            if not viewer.is_reused[viewer.claimed] and not self._hold(vision.grids[viewer.claimed], room, writes):
                 return
-            self.grids.hold(grid)
             viewer.claimed += 1
+
+    def _hold(self, grid: Grid, room: _EncodingRoom, writes: list[GridWrite]) -> bool:
+        """Hold a grid that is here, or is encoded in this step; False where there is no room for that."""
+        if grid.name in self.grids:
+            self.num_found += 1
+        elif not self._make(grid, room, writes):
+            return False
+        self.grids.hold(grid)
+        return True
 
     def _make(self, grid: Grid, room: _EncodingRoom, writes: list[GridWrite]) -> bool:
         rows = self.grids.add(grid) if room.takes(grid) else None

@@ -71,6 +71,7 @@ class Pruner(ABC):
     def __init__(self, refresh: float) -> None:
         self._refresh = refresh
         self._last_whole = -math.inf  # seconds at which the last whole grid began
+        self.is_whole = False  # the latest grid; one of which everything changed is not
 
     def observe(self, motion: FrameMotion) -> None:  # noqa: B027  # a rule without vectors ignores it
         """Take the motion of a decoded frame, sampled or not."""
@@ -84,18 +85,18 @@ class Pruner(ABC):
 
         `start`: seconds of the grid's first frame.
         """
-        is_whole = self._is_whole()
-        if not is_whole and start - self._last_whole >= self._refresh - ROUNDING:
-            is_whole = True
+        self.is_whole = self._keeps_all()
+        if not self.is_whole and start - self._last_whole >= self._refresh - ROUNDING:
+            self.is_whole = True
             self.forget()
-        if not is_whole:
+        if not self.is_whole:
             return _indices(self.changed())
         self._last_whole = start
         return None
 
     @abstractmethod
-    def _is_whole(self) -> bool:
-        """Whether the rule keeps all of the grid. Asked once for each grid."""
+    def _keeps_all(self) -> bool:
+        """Whether the rule keeps all of the grid, whatever changed. Asked once for each grid."""
 
     @abstractmethod
     def changed(self) -> BoolArray:
@@ -147,7 +148,7 @@ class CodecPruner(Pruner):
         rows, columns = self._area.shape
         assert pixels.shape[:2] == (rows * self._settings.factor, columns * self._settings.factor)
 
-    def _is_whole(self) -> bool:
+    def _keeps_all(self) -> bool:
         is_whole, self._has_key = self._has_key, False
         return is_whole
 
@@ -210,7 +211,7 @@ class DifferencePruner(Pruner):
             self._mask |= group_differences(self._last, pixels, self._factor) >= self._threshold
         self._last = pixels
 
-    def _is_whole(self) -> bool:
+    def _keeps_all(self) -> bool:
         return False  # but for the refresh
 
     def changed(self) -> BoolArray:

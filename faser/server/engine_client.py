@@ -19,13 +19,14 @@ from time import monotonic
 from typing import Any
 
 from faser.config import ServerOptions
-from faser.request import FinishReason, Progress, SamplingParams
+from faser.request import FinishReason, Progress, Reuse, SamplingParams
 from faser.server import endings
 from faser.server.figures import Figures
 from faser.server.messages import (
     About,
     Add,
     Cancel,
+    EndSession,
     Failed,
     Frames,
     FromEngine,
@@ -167,10 +168,12 @@ class EngineClient:
         stop_ids: Sequence[int],
         arrived: float,
         vision: SentVision | None = None,
+        session: str | None = None,
+        reuse: Reuse | None = None,
     ) -> tuple[Stream, list[Track]]:
         """Send (prompt ids, a seed for each choice) of each prompt; the stream delivers the engine's messages.
 
-        `vision`: what the prompt shows, where there is only one.
+        `vision`: what the prompt shows, where there is only one. `session` and `reuse`: as in a Request.
         """
         if self._transport is None or self.state is not State.READY:
             raise EngineGone("the engine is not running")
@@ -182,7 +185,8 @@ class EngineClient:
             ids = [str(next(self._ids)) for _ in seeds]
             tracks += [Track(each, len(tracks) + i, arrived, len(prompt), stream) for i, each in enumerate(ids)]
             others = list(zip(ids[1:], seeds[1:], strict=True))
-            message = Add(ids[0], prompt, params, seeds[0], list(stop_ids), others, vision)
+            taken = None if reuse is None else (reuse.starts.tolist(), reuse.ends.tolist(), reuse.sources.tolist())
+            message = Add(ids[0], prompt, params, seeds[0], list(stop_ids), others, vision, session, taken)
             frames.append(frame(message) if vision is None else large_frame(message))
         if vision is not None:
             tracks[0].num_pixel_bytes = vision.num_bytes
@@ -200,6 +204,11 @@ class EngineClient:
             self._figures.ended(track, reason, now)
         if open_ones and self._transport is not None:
             self._transport.write(b"".join(frame(Cancel(track.id)) for track in open_ones))
+
+    def end_session(self, name: str) -> None:
+        """The engine gives up what a session has kept."""
+        if self._transport is not None:
+            self._transport.write(frame(EndSession(name)))
 
     def fail_all(self, error: type[EngineGone], reason: str) -> None:
         """End every open request with an error."""

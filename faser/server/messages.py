@@ -63,16 +63,18 @@ class SentVision(msgspec.Struct, frozen=True, array_like=True):
     grids: list[SentGrid]
     starts: memoryview  # int64
     positions: memoryview | None  # int64
+    shift: int = 0
 
     @classmethod
     def of(cls, vision: Vision) -> SentVision:
         """Hashes the pixels and copies none: call it in a thread."""
         positions = _bytes_of(vision.positions) if vision.positions is not None else None
-        return cls([SentGrid.of(grid) for grid in vision.grids], _bytes_of(vision.starts), positions)
+        return cls([SentGrid.of(grid) for grid in vision.grids], _bytes_of(vision.starts), positions, vision.shift)
 
     def vision(self) -> Vision:
         positions = np.frombuffer(self.positions, np.int64).reshape(-1, 3) if self.positions is not None else None
-        return Vision(tuple(sent.grid() for sent in self.grids), np.frombuffer(self.starts, np.int64), positions)
+        grids, starts = tuple(sent.grid() for sent in self.grids), np.frombuffer(self.starts, np.int64)
+        return Vision(grids, starts, positions, self.shift)
 
     @property
     def num_bytes(self) -> int:
@@ -95,6 +97,8 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
     stop_ids: list[int]
     others: list[tuple[str, int]] = []
     vision: SentVision | None = None
+    session: str | None = None
+    reuse: tuple[list[int], list[int], list[int]] | None = None  # starts, ends and sources, as in Reuse
 
     @property
     def choices(self) -> list[tuple[str, int]]:
@@ -105,7 +109,13 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     id: str
 
 
-ToEngine = Add | Cancel
+class EndSession(msgspec.Struct, frozen=True, tag="end_session"):
+    """The engine gives up the context that a session has kept."""
+
+    name: str
+
+
+ToEngine = Add | Cancel | EndSession
 
 
 class About(msgspec.Struct, frozen=True, tag="ready"):
@@ -212,6 +222,7 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     encode_seconds: float = 0.0
     grids_encoded: int = 0
     grids_found: int = 0  # that a request found encoded
+    tokens_reused: int = 0  # whose KV was taken from the context of a session
 
     @property
     def kv_used(self) -> float:

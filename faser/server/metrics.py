@@ -139,6 +139,7 @@ class PrometheusText:
             ("faser:grids_encoded", "Pictures, and groups of video frames, that the vision encoder computed",
              now.grids_encoded),
             ("faser:grids_found", "The same that a request needed and found encoded", now.grids_found),
+            ("faser:tokens_reused", "Prompt tokens whose KV was taken from a kept context", now.tokens_reused),
         ):  # fmt: skip
             yield _counter(name, help_, value, model)
         accepted, pruned = dict(enumerate(now.accepted_per_position)), dict(sorted(exits.pruned.items()))

@@ -25,11 +25,13 @@ from faser.engine.engine import Engine
 from faser.engine.residency import Place
 from faser.errors import FaserError, InvalidRequest
 from faser.progress import progress_bar
-from faser.request import Finish, FinishReason, Progress, Request
+from faser.request import Finish, FinishReason, Progress, Request, Reuse
 from faser.server.messages import (
     About,
     Add,
+    Cancel,
     DraftResidency,
+    EndSession,
     Exits,
     Failed,
     Frames,
@@ -166,8 +168,11 @@ class Worker:
         return arrived
 
     def _take(self, message: ToEngine) -> None:
-        if not isinstance(message, Add):
+        if isinstance(message, Cancel):
             self._engine.cancel(message.id)
+            return
+        if isinstance(message, EndSession):
+            self._engine.scheduler.retained.drop(message.name)
             return
         vision = message.vision.vision() if message.vision is not None else None
         for name, seed in message.choices:
@@ -188,6 +193,8 @@ class Worker:
             seed=seed,
             stop_ids=frozenset(message.stop_ids),
             vision=vision,
+            session=message.session,
+            reuse=None if message.reuse is None else Reuse(*(np.array(part) for part in message.reuse)),
         )
         self._engine.add(request, checker)
 
@@ -242,6 +249,7 @@ def take_snapshot(engine: Engine, now: float, step_failures: int = 0) -> Snapsho
         last_drafted=last.drafted if last is not None else 0,
         speculating_changed=last.speculating_changed if last is not None else None,
         grids_found=scheduler.vision.num_found if scheduler.vision is not None else 0,
+        tokens_reused=scheduler.retained.num_taken,
         exits=_copied(Exits, exits) if exits is not None else None,
         residency=_copied(DraftResidency, residency) if residency is not None else None,
     )

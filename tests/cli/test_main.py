@@ -53,7 +53,8 @@ def test_generate_gives_the_same_json_with_and_without_drafts(model, capsys, mon
     assert [o["token_ids"] for o in plain] == [o["token_ids"] for o in drafted]
     assert [o["text"] for o in plain] == [o["text"] for o in drafted]
     assert plain[0]["stats"]["drafted"] == 0
-    assert set(plain[0]["stats"]) == {"drafted", "verified", "accepted", "steps", "cached", "lengths", "pruned"}
+    names = {"drafted", "verified", "accepted", "steps", "cached", "reused", "lengths", "pruned"}
+    assert set(plain[0]["stats"]) == names
     assert len(plain[0]["logprobs"]) == len(plain[0]["token_ids"])
 
 

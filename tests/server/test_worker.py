@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace as replace_struct
 
 from faser.engine.engine import Engine
 from faser.errors import FaserError
@@ -22,6 +23,7 @@ from faser.server.messages import (
     Add,
     Cancel,
     DraftResidency,
+    EndSession,
     Frames,
     FromEngine,
     Outputs,
@@ -285,6 +287,22 @@ def test_pictures_are_the_same_in_the_other_process(positions):
     (message,) = Frames(Add).feed(large_frame(sent))
     assert_same(message.vision.vision(), right)
     assert message.vision.num_bytes == sum(grid.patches.nbytes for grid in right.grids)
+
+
+def test_a_session_takes_over_what_it_kept_and_gives_it_up_at_its_end():
+    prompt, taken = [1, 2, 0, 1, 2, 0, 1, 2, 0, 1], ([0], [8], [0])
+    with working() as (link, _):
+        link.send(replace_struct(add("a", prompt, 4), session="s"))
+        link.until(lambda: "a" in link.ends)
+        link.until(lambda: link.snapshot.pages_held > 0)
+        link.send(replace_struct(add("b", prompt, 4), session="s", reuse=taken))
+        link.until(lambda: "b" in link.ends)
+        assert link.ends["b"].stats.reused == link.snapshot.tokens_reused == 8
+        assert link.tokens["b"] == link.tokens["a"]
+        link.send(replace_struct(add("c", prompt, 4), reuse=taken))
+        link.until(lambda: "c" in link.refused)
+        link.send(EndSession("s"), add("d", [1], 1))
+        link.until(lambda: "d" in link.ends and link.snapshot.pages_held == 0)
 
 
 def test_pixels_that_arrived_are_not_copied_again():

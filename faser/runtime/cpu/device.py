@@ -69,8 +69,10 @@ class CpuDevice:
         target_pages = _page_block(parts.target, num_pages + gained, parts.page_size)
         features = None if parts.head is None else FeaturePages(parts.head, num_pages, parts.page_size)
         target = _runner(parts.target, target_pages, parts, features)
-        if parts.target.config.rope.sections:
-            target.rotary = RotaryPositions(parts.limits.max_running, parts.limits.max_model_len)
+        if parts.limits.vision is not None:
+            target.rotary = RotaryPositions(
+                parts.limits.max_running, parts.limits.max_model_len, parts.target.max_positions
+            )
         drafter: Drafter | None = None
         memory: CpuDraftMemory | None = None
         if parts.draft is not None:

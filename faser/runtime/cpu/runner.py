@@ -26,7 +26,7 @@ from faser.models.heads import DraftHead
 from faser.models.layers import rotate
 from faser.models.transformer import Transformer
 from faser.runtime.cpu.positions import RotaryPositions
-from faser.step import Admission, PageMoves, PageWrites
+from faser.step import Admission, KvCopies, PageMoves, PageWrites
 
 SHORT_ROWS = 16  # a request with more rows is a group of its own
 SPARE_PAGES = 64  # pages of padding that a group may always have; beyond it, at most half of its pages may be padding
@@ -176,6 +176,12 @@ class ModelRunner(Runner):
     def admit(self, new: Admission) -> None:
         if self.rotary is not None:
             self.rotary.admit(new)
+
+    def copy(self, copies: KvCopies) -> None:
+        sources, destinations = torch.from_numpy(copies.sources), torch.from_numpy(copies.destinations)
+        for layer in self._pages:
+            entries = layer.flatten(0, 1)
+            entries.index_copy_(0, destinations, entries.index_select(0, sources))
 
     def move(self, moves: PageMoves) -> None:
         assert self.features is None, "a target with a head has pages that stay"

@@ -139,7 +139,7 @@ def _open_eyes(parts: Parts, target: CudaModel, slots: Slots) -> None:
     encoder, limits, config = parts.target.vision, parts.limits.vision, parts.target.config
     if encoder is not None and limits is not None:
         target.eyes = CudaEyes(encoder, limits.buffer_rows, config.hidden_size, slots.history)
-    if config.rope.sections:
+    if limits is not None:
         target.angles = RowAngles(parts.target, target.max_rows, slots.history)
 
 

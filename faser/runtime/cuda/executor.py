@@ -33,7 +33,7 @@ from faser.runtime.cuda.launched import LaunchedStep, ResultBuffer
 from faser.runtime.cuda.memory import explained_shortage
 from faser.runtime.cuda.model import CudaModel
 from faser.runtime.cuda.overlap import CudaOverlap
-from faser.runtime.cuda.page_moves import move_pages
+from faser.runtime.cuda.page_moves import copy_entries, move_pages
 from faser.runtime.cuda.resampling import Resampler
 from faser.runtime.cuda.sampling import Slots, inverse_temperature, mixed_seed
 from faser.runtime.cuda.transfer import send
@@ -95,6 +95,8 @@ class CudaExecutor:
         with torch.inference_mode(), explained_shortage(EngineError):
             if plan.moves is not None:
                 move_pages(self.target.pages, plan.moves)
+            if plan.copies is not None:
+                copy_entries(self.target.pages, plan.copies)
             self._resampler.release(plan.released)
             self._admit(plan.admitted)
             self.target.apply(plan.target_pages)

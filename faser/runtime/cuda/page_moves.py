@@ -1,4 +1,4 @@
-"""Pages whose content moves to other pages, in all layers at once, as one Triton kernel.
+"""Pages whose content moves to other pages, in all layers at once, as one Triton kernel; entries that are copied.
 
 Knows the memory of pages; knows nothing of who holds them.
 """
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from faser.runtime.cuda.transfer import send
-from faser.step import PageMoves
+from faser.step import KvCopies, PageMoves
 
 BLOCK = 2048  # numbers that one program copies
 
@@ -28,6 +28,14 @@ def move_pages(pages: Tensor, moves: PageMoves) -> None:
     _move_kernel[(moves.sources.size, pages.shape[0], -(-page_numbers // BLOCK))](
         pages, where[0], where[1], pages.stride(0), page_numbers, block=BLOCK, num_warps=4
     )
+
+
+def copy_entries(pages: Tensor, copies: KvCopies) -> None:
+    """Copy entries in place, layer by layer, by torch's own kernels: it is done once for a window of a video."""
+    where = send(np.stack([copies.sources, copies.destinations]), pages.device)
+    for layer in pages:
+        entries = layer.flatten(0, 1)
+        entries.index_copy_(0, where[1], entries.index_select(0, where[0]))
 
 
 @triton.jit(do_not_specialize=["destinations"])

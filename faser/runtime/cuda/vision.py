@@ -67,24 +67,26 @@ class RowAngles:
     """cos and sin [max_rows, head_dim // 2] of each row of a forward, by its place in time, height and width."""
 
     def __init__(self, model: Transformer, max_rows: int, history: Tensor) -> None:
-        device, (first, second, third) = history.device, model.config.rope.sections
-        half = first + second + third
+        device, half = history.device, model.config.head_dim // 2
+        first, second, _ = model.config.rope.sections or (half, 0, 0)
         self.cos = torch.zeros(max_rows, half, dtype=torch.float32, device=device)
         self.sin = torch.zeros_like(self.cos)
         self._tables = model.cos, model.sin
         self._first, self._second = first, first + second  # where the frequencies of height and of width begin
         self._prompts = torch.zeros(*history.shape, 3, dtype=torch.int32, device=device)
-        # [slots, 2] prompt tokens whose positions are given, and what is added to the indices of the others
-        self._rest = torch.zeros(history.shape[0], 2, dtype=torch.int32, device=device)
+        # [slots, 3] prompt tokens whose positions are given, what is added to the indices of the others, and what is
+        # added to all positions in time
+        self._rest = torch.zeros(history.shape[0], 3, dtype=torch.int32, device=device)
 
     def admit(self, admitted: Sequence[Admission]) -> None:
         if not admitted:
             return
-        device, rest = self._rest.device, np.zeros((len(admitted), 2), dtype=np.int32)
+        device, rest = self._rest.device, np.zeros((len(admitted), 3), dtype=np.int32)
         for row, new in zip(rest, admitted, strict=True):
-            if new.vision is not None and new.vision.positions is not None:
-                positions = new.vision.positions
-                row[:] = len(positions), new.vision.offset
+            positions = new.vision.positions if new.vision is not None else None
+            if new.vision is not None:
+                row[:] = 0 if positions is None else len(positions), new.vision.offset, new.vision.shift
+            if positions is not None:
                 self._prompts[new.slot, : len(positions)].copy_(send(positions.astype(np.int32), device))
         self._rest.index_copy_(0, send(np.array([new.slot for new in admitted]), device), send(rest, device))
 
@@ -93,7 +95,7 @@ class RowAngles:
         num_rows, half = rows.slots.shape[0], self.cos.shape[1]
         _angles_kernel[(num_rows,)](
             self.cos, self.sin, *self._tables, self._prompts, self._rest, rows.slots, rows.positions, rows.num_rows,
-            self._prompts.stride(0), self._first, self._second, half,
+            self._prompts.stride(0), self._first, self._second, half, self._tables[0].shape[0] - 1,
             block=triton.next_power_of_2(half), num_warps=1,
         )  # fmt: skip
 
@@ -118,20 +120,22 @@ def _replace_kernel(
 @triton.jit(do_not_specialize=["num_rows", "slots", "positions", "prompt_stride"])
 def _angles_kernel(
     row_cos, row_sin, cos, sin, prompts, rest, slots, positions, num_rows, prompt_stride, height_from, width_from, half,
-    block: tl.constexpr,
+    last, block: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     if row >= tl.load(num_rows):
         return
     slot, index = tl.load(slots + row).to(tl.int64), tl.load(positions + row)
-    num_prompt, offset = tl.load(rest + 2 * slot), tl.load(rest + 2 * slot + 1)
+    num_prompt, offset, shift = tl.load(rest + 3 * slot), tl.load(rest + 3 * slot + 1), tl.load(rest + 3 * slot + 2)
     # [block]
     frequency = tl.arange(0, block)
     inside = frequency < half
     part = (frequency >= height_from).to(tl.int32) + (frequency >= width_from).to(tl.int32)
     given = tl.where(inside, num_prompt, 0) > index
     place = tl.load(prompts + slot * prompt_stride + index * 3 + part, mask=given, other=0)
-    place = tl.where(given, place, index + offset).to(tl.int64)
+    place = tl.where(given, place, index + offset) + tl.where(part == 0, shift, 0)
+    # Made-up steps, which only take time, may find positions of an older request.
+    place = tl.minimum(place, last).to(tl.int64)
     own = row.to(tl.int64) * half + frequency
     tl.store(row_cos + own, tl.load(cos + place * half + frequency, mask=inside, other=0.0), mask=inside)
     tl.store(row_sin + own, tl.load(sin + place * half + frequency, mask=inside, other=0.0), mask=inside)

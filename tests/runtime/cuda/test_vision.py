@@ -23,7 +23,8 @@ from faser.runtime.cuda.vision import CudaEyes, RowAngles
 from faser.step import Admission, GridWrite, VisionPlan
 from tests.oracle import RandomLengths
 from tests.runtime.cuda.test_executor import on
-from tests.test_exactness import reference, serve
+from tests.test_exactness import make_engine, reference, serve
+from tests.test_sliding import request_of, sliding, video
 from tests.test_vision import ROW_BYTES, make_prompt, replace_eyes
 from tests.tiny import VISION_CONFIGS, make_draft, make_grid
 
@@ -85,6 +86,29 @@ def test_the_output_is_that_of_the_cpu(models, device, eyes, draft, sizes):
         assert serve(engine, some).tokens == right, "with pages and encoded pictures of before"
 
 
+def test_a_session_says_what_it_says_on_the_cpu(models, device):
+    """Windows of a stream whose KV is taken over: the same approximation on both devices."""
+    target = models["spatial"]
+    grids = [make_grid(4, 4, seed=i) for i in range(4)]
+
+    def say(engine) -> list[list[int]]:
+        prompts, said = sliding(target), []
+        for first in range(3):
+            prompt = prompts.next(video(*grids[first : first + 2]), np.zeros(2, dtype=bool), 3)
+            params = SamplingParams(max_tokens=3, ignore_eos=True)
+            engine.add(replace(request_of(prompt), params=params))
+            tokens: list[int] = []
+            while engine.has_work:
+                for item in engine.step():
+                    tokens += item.token_ids
+                    if item.finish is not None:
+                        assert item.finish.stats.reused == (4 if first else 0)
+            said.append(tokens)
+        return said
+
+    assert say(engine_of(target, device, num_pages=64)) == say(make_engine(target))
+
+
 # ── the parts ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -124,6 +148,7 @@ def test_angles_are_those_of_the_model(models, device):
     history = torch.zeros(3, 20, dtype=torch.int32, device=device)
     angles = RowAngles(target, 5, history)
     token_ids, vision = make_prompt([[5, 6], make_grid(4, 6), [7]], spatial=True)
+    vision = replace(vision, shift=9)
     admission = Admission(2, np.array(token_ids), len(token_ids), SamplingParams(), 0, frozenset(), vision)
     text = Admission(0, np.zeros(4, np.int64), 4, SamplingParams(), 0, frozenset(), None)
     slots, index = [2, 2, 2, 0, 0], [1, 5, 12, 3, 12]
