@@ -81,9 +81,11 @@ class ReuseState:
     num_checks: int = 0  # since the video began
     num_differing: int = 0  # of these, answers that were not those of the exact twin
 
-    @property
-    def differs_too_often(self) -> bool:
-        return self.num_checks >= LEAST_CHECKS and self.num_differing > MAX_DIFFERING * self.num_checks
+    def checked(self, differs: bool) -> ReuseState:
+        """After another check. Where answers differ too often, reuse stops."""
+        num_checks, num_differing = self.num_checks + 1, self.num_differing + differs
+        is_on = num_checks < LEAST_CHECKS or num_differing <= MAX_DIFFERING * num_checks
+        return replace(self, is_on=is_on, num_checks=num_checks, num_differing=num_differing)
 
 
 @dataclass(frozen=True)
@@ -240,11 +242,8 @@ class VideoWatcher:
         return replace(answer, reuse=self._check(answer, self._ask(number, window, prompt.exact)))
 
     def _check(self, answer: WindowAnswer, exact: WindowAnswer) -> ReuseState:
-        """Compare an answer with that of its exact twin. Where they differ too often, reuse stops."""
-        state = self._reuse
-        differs = answer.text != exact.text
-        state = replace(state, num_checks=state.num_checks + 1, num_differing=state.num_differing + differs)
-        self._reuse = replace(state, is_on=not state.differs_too_often)
+        """Compare an answer with that of its exact twin."""
+        self._reuse = self._reuse.checked(answer.text != exact.text)
         return replace(self._reuse, num_tokens=answer.reuse.num_tokens)
 
     def _ask(self, number: int, window: VideoWindow, prompt: MediaPrompt | PlacedPrompt) -> WindowAnswer:

@@ -19,6 +19,8 @@ from faser.media.media import Media
 from faser.media.messages import Reference
 from faser.media.options import VideoOptions
 from faser.media.placement import place_media
+from faser.media.sliding import PlacedPrompt
+from faser.request import Reuse
 from faser.server import background
 from faser.server.messages import SentVision
 from faser.server.protocol import ApiError, PromptDetails
@@ -38,6 +40,8 @@ class SeenPrompt:
     token_ids: list[int]
     vision: SentVision
     details: PromptDetails
+    session: str | None = None  # as in a Request
+    reuse: Reuse | None = None
 
 
 class Eyes:
@@ -101,8 +105,13 @@ class Eyes:
 
 def place(token_ids: list[int], media: Sequence[Media], settings: VisionSettings) -> SeenPrompt:
     """The prompt with its media in place. Hashes pixels: call it in a thread."""
-    placed, vision = place_media(token_ids, media, settings)
-    return SeenPrompt(placed, SentVision.of(vision), _details(media))
+    return placed(PlacedPrompt(*place_media(token_ids, media, settings)), media)
+
+
+def placed(prompt: PlacedPrompt, media: Sequence[Media]) -> SeenPrompt:
+    """The same for a prompt whose media stand in their places."""
+    vision = SentVision.of(prompt.vision)
+    return SeenPrompt(list(prompt.token_ids), vision, _details(media), prompt.session, prompt.reuse)
 
 
 def _details(media: Sequence[Media]) -> PromptDetails:

@@ -103,6 +103,10 @@ class Service:
             self._served = ServedModel(about)
         return self._served
 
+    def end_session(self, name: str) -> None:
+        """The engine gives up what a session has kept."""
+        self._engine.end_session(name)
+
     async def wait_ready(self) -> None:
         """Returns when an engine runs; at once, unless it is being restarted."""
         await self._engine.ready.wait()
@@ -300,8 +304,8 @@ class Service:
         asked = [(prompt, _seeds(params, request.num_choices)) for prompt in prompts]
         stop_ids = sorted(params.stop_ids(served.about.end_ids))
         try:
-            vision = seen.vision if seen is not None else None
-            stream, tracks = self._engine.submit(asked, params, stop_ids, arrived, vision)
+            sent = (seen.vision, seen.session, seen.reuse) if seen is not None else ()
+            stream, tracks = self._engine.submit(asked, params, stop_ids, arrived, *sent)
         except EngineGone as error:
             raise _busy(str(error), self._start_seconds()) from None
         choices = [Choice(index, served.tokenizer, params) for index in range(len(tracks))]

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import sys
 import threading
 import urllib.request
 from contextlib import asynccontextmanager, closing
@@ -26,7 +27,7 @@ from faser.media.reader import FrameReader
 from faser.request import Finish, FinishReason, Progress, Stats
 from faser.server.engine_client import EngineClient, State
 from faser.server.figures import Figures
-from faser.server.messages import Add, Cancel, Frames, Outputs, ToEngine
+from faser.server.messages import Add, Cancel, EndSession, Frames, Outputs, ToEngine
 from faser.server.protocol import ApiError, parse_object
 from faser.server.service import Service
 from faser.server.sessions import registry, session
@@ -55,12 +56,16 @@ class ScriptedEngine:
         self.is_paused = False
         self.sent: list[Add] = []
         self.cancelled: list[str] = []
+        self.ended: list[str] = []  # sessions
         self._loop = asyncio.get_running_loop()
 
     def write(self, data: bytes) -> None:
         for message in Frames(ToEngine).feed(data):
             if isinstance(message, Cancel):
                 self.cancelled.append(message.id)
+                continue
+            if isinstance(message, EndSession):
+                self.ended.append(message.name)
                 continue
             self.sent.append(message)
             if not self.is_paused:
@@ -92,7 +97,8 @@ def about(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder)
     text = (folder / "tokenizer.json").read_text()
-    return seeing(msgspec.structs.replace(ABOUT, tokenizer=text, vocab_size=320, max_model_len=256, num_pages=64))
+    fields = {"vocab_size": 320, "max_model_len": 256, "num_pages": 64, "max_positions": 256}
+    return seeing(msgspec.structs.replace(ABOUT, tokenizer=text, **fields))
 
 
 class Stage:
@@ -256,6 +262,61 @@ def test_sampling_is_greedy_unless_the_session_says_otherwise(about):
     play(about, scene)
 
 
+def test_a_window_takes_over_the_kv_of_grids_that_stay_and_the_engine_learns_of_the_end(about):
+    async def scene(stage):
+        found = await stage.create(when_behind="wait", kv_reuse=True)
+        await send(found, CLIP)
+        given = answers(await read(found))
+        first, second = stage.engine.sent[:2]
+        assert (first.session, first.reuse, second.session) == (found.id, None, found.id)
+        starts, ends, sources = second.reuse
+        assert sum(ends) - sum(starts) > 0
+        assert all(source > start for start, source in zip(starts, sources, strict=True))
+        assert [each["kv_reuse"]["is_on"] for each in given] == [True] * NUM_WINDOWS
+        assert stage.engine.ended == [found.id]
+
+    play(about, scene)
+
+
+def test_a_window_after_one_that_failed_takes_nothing_over(about):
+    async def scene(stage):
+        stage.engine.is_paused = True
+        found = await stage.create(when_behind="wait", kv_reuse=True)
+        await send(found, CLIP)
+        for number in range(3):
+            while len(stage.engine.sent) <= number:
+                await asyncio.sleep(0)
+            if number == 1:
+                stage.client.fail_all(session.EngineGone, "the engine process ended")
+            else:
+                stage.engine.answer(stage.engine.sent[number])
+        found.end("deleted")
+        await read(found)
+        assert [add.reuse is None for add in stage.engine.sent[:3]] == [True, False, True]
+
+    play(about, scene)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_reuse_is_checked_against_exact_twins_and_stops_where_they_differ(about, is_right, monkeypatch):
+    monkeypatch.setattr("faser.watch.CHECKED_WINDOWS", 1)
+
+    async def scene(stage):
+        if not is_right:
+            monkeypatch.setattr(sys.modules[__name__], "answer_ids", lambda grids: [70 + len(stage.engine.sent) % 20])
+        found = await stage.create(when_behind="wait", kv_reuse=True)
+        await send(found, CLIP)
+        last = answers(await read(found))[-1]["kv_reuse"]
+        if is_right:
+            assert last == {"is_on": True, "tokens": 0, "checks": NUM_WINDOWS - 1, "differing": 0}
+            assert len(stage.engine.sent) == 2 * NUM_WINDOWS - 1
+        else:
+            assert last == {"is_on": False, "tokens": 0, "checks": 4, "differing": 4}
+            assert len(stage.engine.sent) == NUM_WINDOWS + 4
+
+    play(about, scene)
+
+
 # ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 WRONG = {
@@ -268,7 +329,6 @@ WRONG = {
     "no prompt": ({"prompt": ""}, "prompt", "length"),
     "large frames": ({"max_pixels": 10**9}, "max_pixels", "max_pixels"),
     "more frames than fit": ({"window": 1000, "stride": 2}, "window", "expected at most 512"),
-    "KV reuse": ({"kv_reuse": True}, "kv_reuse", "not yet supported"),
 }
 
 
@@ -611,6 +671,19 @@ def test_a_session_answers_as_faser_watch_does_of_the_whole_file(server, folder)
             given = answers(get_events(server, path))
             assert [(each["number"], each["text"]) for each in given] == [(n, text) for n, _, text in right], kind
             assert [each["start"] for each in given] == pytest.approx([start for _, start, _ in right], abs=1e-3)
+
+
+def test_a_session_with_kv_reuse_answers_as_faser_watch_does(server, folder):
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    with LLM(str(folder), num_pages=64) as llm:
+        watcher = VideoWatcher(llm, SETTINGS["prompt"], watch_options(kv_reuse=True), params)
+        right = list(watcher.watch(FrameReader(io.BytesIO(CLIP))))
+    path = open_session(server, kv_reuse=True)
+    post_chunks(server, path, CLIP, 900)
+    given = answers(get_events(server, path))
+    assert [each["text"] for each in given] == [each.text for each in right]
+    assert [each["kv_reuse"]["tokens"] for each in given] == [each.reuse.num_tokens for each in right]
+    assert given[1]["kv_reuse"]["tokens"] > 0
 
 
 def test_text_is_answered_beside_sessions_and_each_is_counted(server):

@@ -11,7 +11,8 @@ import msgspec
 from msgspec import Meta
 
 from faser.media.options import DEFAULT_FPS
-from faser.server.protocol import MAX_STOP_STRINGS, ApiError, ApiObject, ChatRequest, Message, StopString
+from faser.request import draw_seed
+from faser.server.protocol import MAX_STOP_STRINGS, ApiObject, ChatRequest, Message, StopString
 
 
 class SessionRequest(ApiObject, frozen=True, kw_only=True):
@@ -28,7 +29,7 @@ class SessionRequest(ApiObject, frozen=True, kw_only=True):
     tau: Annotated[float, Meta(gt=0)] = 1.0  # pixels; of pruning by the codec
     threshold: Annotated[float, Meta(gt=0)] = 6.0  # levels of 0 to 255; of pruning by difference
     refresh: Annotated[float, Meta(gt=0)] | None = 8.0  # seconds from one whole grid to the next; null: no refresh
-    kv_reuse: bool = False
+    kv_reuse: bool = False  # approximate: grids that stay in the window are not computed again
     when_behind: Literal["skip", "wait"] = "skip"  # windows that come faster than they are answered
     max_tokens: Annotated[int, Meta(ge=1, le=2**31)] = 32
     temperature: Annotated[float, Meta(ge=0, le=2)] = 0.0
@@ -38,15 +39,10 @@ class SessionRequest(ApiObject, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     max_draft: Annotated[int, Meta(ge=0, le=2**31)] | None = None
 
-    def refuse_unsupported(self) -> None:
-        """The one place that knows what the engine cannot do yet."""
-        if self.kv_reuse:
-            raise ApiError(400, "kv_reuse is not yet supported; leave it out", param="kv_reuse")
-
     def chat(self) -> ChatRequest:
-        """The same question as a request of chat, but for its video."""
-        names = ("model", "max_tokens", "temperature", "top_p", "seed", "stop", "ignore_eos", "max_draft")
-        given = {name: getattr(self, name) for name in names}
+        """The same question as a request of chat, but for its video. All windows have one seed."""
+        names = ("model", "max_tokens", "temperature", "top_p", "stop", "ignore_eos", "max_draft")
+        given = {name: getattr(self, name) for name in names} | {"seed": draw_seed(self.seed)}
         return ChatRequest(messages=[Message(role="user", content=self.prompt)], **given)
 
 
@@ -84,6 +80,15 @@ class Milliseconds(msgspec.Struct, frozen=True):
     answer: float  # the other tokens
 
 
+class KvReuse(msgspec.Struct, frozen=True):
+    """What KV reuse did so far. A check answers a window exactly too, and compares."""
+
+    is_on: bool  # false: too many checked answers differed, and windows are exact from now on
+    tokens: int  # of this window, whose KV was taken over
+    checks: int  # since the session began
+    differing: int  # of these, answers that were not those of the exact twin
+
+
 class WindowEvent(msgspec.Struct, frozen=True, kw_only=True):
     """The answer for one window."""
 
@@ -101,6 +106,7 @@ class WindowEvent(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     completion_tokens: int
     skipped: int  # windows that were skipped since the last one that was sent to the model
+    kv_reuse: KvReuse | None  # null: the session does not reuse KV
     milliseconds: Milliseconds
     dropped: int = 0  # events before this one that the reader cannot get any more
 

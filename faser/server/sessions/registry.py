@@ -52,10 +52,9 @@ class Sessions:
         check_model(request.model, about)
         if about.vision is None:
             raise ApiError(400, f"the model {about.model!r} cannot see; only text is served", param="model")
-        request.refuse_unsupported()
         request = msgspec.structs.replace(request, model=about.model)
         with self._opening():
-            plan = await self._plan(request, about.vision)
+            plan = await self._plan(request, about.vision, about.max_positions)
             session = VideoSession(
                 f"vs-{token_hex(12)}", request, plan, self._service, self._figures, self._limits.queue_bytes,
                 self._clock,
@@ -79,14 +78,14 @@ class Sessions:
         finally:
             self._num_opening -= 1
 
-    async def _plan(self, request: SessionRequest, settings: VisionSettings) -> WindowPlan:
+    async def _plan(self, request: SessionRequest, settings: VisionSettings, max_positions: int) -> WindowPlan:
         with _refusing():
             require("vision")
             options = await asyncio.to_thread(watch_options, request)  # imports the decoders
             options.check(settings.frames_per_grid)
             _check_window(options, settings, self._media_limits.max_frames, self._media_limits.max_video_pixels)
         prompt = await self._service.watch_prompt(request.prompt)
-        return WindowPlan(prompt, settings, options, self._media_limits)
+        return WindowPlan(prompt, settings, options, self._media_limits, max_positions)
 
     def find(self, id: str) -> VideoSession:
         session = self._sessions.get(id)
@@ -130,14 +129,15 @@ def watch_options(request: SessionRequest) -> WatchOptions:
         request.fps,
         PictureOptions(min_pixels=request.min_pixels, max_pixels=request.max_pixels),
         PruningOptions(rule=request.pruning, tau=request.tau, threshold=request.threshold, refresh=refresh),
+        request.kv_reuse,
     )
 
 
 def _check_window(options: WatchOptions, settings: VisionSettings, max_frames: int, max_video_pixels: int) -> None:
     """Bound what the windows of a session hold in memory."""
-    from faser.media.grids import video_bounds
+    from faser.watch import frame_bounds
 
-    _, most = video_bounds(settings, options.pictures)
+    _, most = frame_bounds(settings, options)
     max_frames = min(max_frames, max_video_pixels // most)
     if options.window > max_frames:
         raise InvalidRequest(

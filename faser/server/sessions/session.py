@@ -10,25 +10,22 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import monotonic, time
+from time import time
 
 from faser.errors import InvalidRequest
 from faser.media.live import LiveFile
 from faser.server import background
-from faser.server.answers import Piece
 from faser.server.engine_client import EngineGone
 from faser.server.figures import Figures
-from faser.server.messages import Refused
 from faser.server.protocol import ApiError
-from faser.server.service import Call, Service
+from faser.server.service import Service
+from faser.server.sessions.asking import WindowAsker
 from faser.server.sessions.events import EventLog
 from faser.server.sessions.protocol import (
     EndEvent,
     ErrorEvent,
-    Milliseconds,
     SessionRequest,
     SessionState,
-    WindowEvent,
 )
 from faser.server.sessions.windows import SeenWindow, WindowPlan, WindowSlot, decode
 
@@ -62,7 +59,8 @@ class VideoSession:
         self.events = EventLog()
         self.created, self.fed = clock(), clock()  # when it was made, and when a chunk last came
         self.ended: float | None = None
-        self._request, self._plan, self._chat = request, plan, request.chat()
+        self._request, self._plan = request, plan
+        self._asker = WindowAsker(id, request, plan, service)
         self._service, self._figures, self._clock = service, figures, clock
         self._max_queue = max_queue  # bytes
         self._created = int(time())
@@ -151,6 +149,7 @@ class VideoSession:
             return
         self._file.abort()
         self._slot.close(drop=True)
+        self._asker.close()
         self._room.set()
         counts = self._counts
         self.ended = self._clock()
@@ -204,7 +203,7 @@ class VideoSession:
         self._figures.windows_skipped += skipped
         await self._service.wait_ready()
         try:
-            self.events.add(await self._ask(seen, skipped))
+            self.events.add(await self._asker.ask(seen, skipped))
             self._counts.answered += 1
             self._figures.windows_answered += 1
         except (ApiError, EngineGone) as error:
@@ -213,49 +212,3 @@ class VideoSession:
             if error.status < 500:
                 raise error from None
             self.events.add(ErrorEvent(number=seen.number, message=str(error), code=error.code))
-
-    async def _ask(self, seen: SeenWindow, skipped: int) -> WindowEvent:
-        arrived = monotonic()
-        call = await self._service.ask(self._chat, seen.prompt, arrived)
-        try:
-            pieces = await _pieces(call)
-        finally:
-            self._service.cancel(call)
-        return _event(seen, skipped, call, pieces, monotonic() - arrived)
-
-
-async def _pieces(call: Call) -> list[Piece]:
-    """All parts of an answer with one choice."""
-    (choice,) = call.choices
-    pieces = []
-    while choice.finish is None:
-        for _, message in await call.stream.take():
-            if isinstance(message, Refused):
-                raise ApiError(400, message.message)
-            pieces.append(choice.feed([message]))
-    return pieces
-
-
-def _event(seen: SeenWindow, skipped: int, call: Call, pieces: list[Piece], seconds: float) -> WindowEvent:
-    (choice,), (track,), media = call.choices, call.tracks, seen.window.media
-    assert choice.finish is not None
-    first = seconds if track.first is None else track.first - track.arrived
-    return WindowEvent(
-        number=seen.number,
-        start=round(seen.window.start, 3),
-        end=round(seen.window.end, 3),
-        text="".join(piece.text for piece in pieces),
-        finish_reason=pieces[-1].finish_reason,
-        frames=media.num_frames,
-        patches=media.num_patches,
-        kept=round(media.kept_share, 4),
-        pruning=seen.rule,
-        video_tokens=media.num_tokens,
-        prompt_tokens=call.prompt_sizes[0],
-        cached_tokens=choice.finish.stats.cached,
-        completion_tokens=choice.num_tokens,
-        skipped=skipped,
-        milliseconds=Milliseconds(
-            round(1e3 * seen.decode_seconds, 3), round(1e3 * first, 3), round(1e3 * (seconds - first), 3)
-        ),
-    )

@@ -1,4 +1,4 @@
-"""From a session's stream to windows that are ready for the engine, in a thread of its own.
+"""From a session's stream to its windows, in a thread of its own.
 
 Knows the decoder's thread and how it hands windows over; knows no requests. At most one window waits: when the next one
 is complete it takes the place of the waiting one, which is skipped, or it waits itself, and then the decoder waits too.
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from faser.media.limits import MediaLimits
 from faser.media.live import LiveFile, StreamAborted
 from faser.server import background
-from faser.server.eyes import SeenPrompt, place
 from faser.vision import VisionSettings
 
 if TYPE_CHECKING:
@@ -31,13 +30,13 @@ class WindowPlan:
     settings: VisionSettings
     options: WatchOptions
     limits: MediaLimits
+    max_positions: int  # of the model
 
 
 @dataclass(frozen=True, eq=False)
 class SeenWindow:
     number: int  # in the stream, from 0
     window: VideoWindow
-    prompt: SeenPrompt
     rule: str  # by which it was pruned
     decode_seconds: float  # without waiting for bytes
     num_decoded: int  # frames of the stream so far
@@ -54,8 +53,7 @@ def decode(file: LiveFile, plan: WindowPlan, hand_over: Callable[[SeenWindow], b
         for number, window in enumerate(windows(reader, plan.settings, plan.options)):
             seconds = max(0.0, window.decode_seconds - (file.waited_seconds - waited))
             waited = file.waited_seconds
-            prompt = place(plan.prompt, [window.media], plan.settings)
-            if not hand_over(SeenWindow(number, window, prompt, rule, seconds, reader.num_decoded)):
+            if not hand_over(SeenWindow(number, window, rule, seconds, reader.num_decoded)):
                 return
 
 
