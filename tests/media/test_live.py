@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+from contextlib import suppress
 from threading import Thread
 
 import pytest
@@ -129,3 +130,16 @@ def test_a_stream_of_an_unknown_format_is_refused(data):
     file.finish()
     with pytest.raises(InvalidRequest, match="unknown format"):
         FrameReader(file)
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_damage_anywhere_costs_frames_or_is_named(kind):
+    data, places = STREAMS[kind](), random.Random(1)
+    for _ in range(12):
+        damaged, file = bytearray(data), LiveFile()
+        for _ in range(places.randint(1, 40)):
+            damaged[places.randrange(len(data))] = places.randrange(256)
+        file.feed(bytes(damaged[: places.randint(1, len(data))]))
+        file.finish()
+        with suppress(InvalidRequest):
+            assert len(frames(file)) <= 30
