@@ -7,7 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from faser.llm import LLM, MediaPrompt
+    from faser.llm import LLM
+    from faser.media.media import MediaPrompt
     from faser.request import FinishReason, RequestOutput, SamplingParams, Stats, TokenLogprobs
 
 __all__ = ["LLM", "FinishReason", "MediaPrompt", "RequestOutput", "SamplingParams", "Stats", "TokenLogprobs"]

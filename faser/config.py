@@ -122,6 +122,21 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SessionLimits:
+    """Bounds on video sessions."""
+
+    max_sessions: int = 16  # open at a time; a further one is answered 503
+    idle_seconds: float = 60.0  # without a chunk, after which a session's stream counts as complete
+    max_seconds: float = inf  # of a session, after which it ends
+    queue_bytes: int = 8 * 2**20  # of a session that wait to be decoded, and the most of one chunk
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0 and not (name == "max_sessions" and value == 0):
+                raise ConfigError(f"{name}={value!r}: expected a positive number")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """The options of `faser serve`, those of its engine included."""
 
@@ -139,6 +154,7 @@ class ServerOptions:
     cors_origins: tuple[str, ...] = ()  # empty: no CORS headers
     media_access: MediaAccess = field(default_factory=MediaAccess)  # from where pictures and videos are read
     media_limits: MediaLimits = field(default_factory=MediaLimits)
+    sessions: SessionLimits = field(default_factory=SessionLimits)  # of video
     grace: float = 30.0  # seconds for open requests to finish after SIGTERM
     on_engine_failure: str = "restart"
     engine_timeout: float = 300.0  # seconds of silence after which an engine with open requests counts as hung

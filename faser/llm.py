@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from threading import Lock, get_ident
@@ -21,7 +21,7 @@ from faser.engine.stats import EngineStats
 from faser.errors import EngineError, FaserError, InvalidRequest
 from faser.extras import require
 from faser.media.limits import MediaAccess, MediaLimits
-from faser.media.media import Media
+from faser.media.media import MediaPrompt
 from faser.media.messages import refuse_placeholders, split_messages
 from faser.media.options import parse_options
 from faser.media.placement import place_media
@@ -47,15 +47,6 @@ from faser.text.grammar import GrammarCompiler, shared_compiler
 from faser.text.stream import ChunkStream
 from faser.text.tokenizer import StopChecker, Tokenizer
 from faser.vision import Vision, VisionSettings
-
-
-@dataclass(frozen=True)
-class MediaPrompt:
-    """A prompt, and what it shows. The prompt has one placeholder for each medium, in their order."""
-
-    prompt: str | Sequence[int]
-    media: Sequence[Media]
-
 
 Prompt = str | Sequence[int] | MediaPrompt | PlacedPrompt
 URL_SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")

@@ -12,20 +12,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from faser.arrays import BoolArray
 from faser.errors import ConfigError, InvalidRequest
-from faser.llm import LLM, MediaPrompt
 from faser.media.grids import make_grid, resized, video_bounds
-from faser.media.media import Media
+from faser.media.media import Media, MediaPrompt
 from faser.media.options import DEFAULT_FPS, PictureOptions
 from faser.media.pruning import Pruner, PruningOptions, make_pruner, rule_for
 from faser.media.reader import FrameReader, Pixels
 from faser.media.sliding import PlacedPrompt, SlidingPrompts
 from faser.request import FinishReason, SamplingParams, Stats, draw_seed
 from faser.vision import Grid, VisionSettings
+
+if TYPE_CHECKING:
+    from faser.llm import LLM  # imports torch, which windows do not need
 
 MAX_FRAME_PIXELS = 768 * 28 * 28  # where the request says nothing; folders may allow twenty times as many
 ANCHOR_GRIDS = 8  # without pruning: every so many grids one is an anchor, as in streams with an I-frame every 16 frames
@@ -78,9 +81,11 @@ class ReuseState:
     num_checks: int = 0  # since the video began
     num_differing: int = 0  # of these, answers that were not those of the exact twin
 
-    @property
-    def differs_too_often(self) -> bool:
-        return self.num_checks >= LEAST_CHECKS and self.num_differing > MAX_DIFFERING * self.num_checks
+    def checked(self, differs: bool) -> ReuseState:
+        """After another check. Where answers differ too often, reuse stops."""
+        num_checks, num_differing = self.num_checks + 1, self.num_differing + differs
+        is_on = num_checks < LEAST_CHECKS or num_differing <= MAX_DIFFERING * num_checks
+        return replace(self, is_on=is_on, num_checks=num_checks, num_differing=num_differing)
 
 
 @dataclass(frozen=True)
@@ -237,11 +242,8 @@ class VideoWatcher:
         return replace(answer, reuse=self._check(answer, self._ask(number, window, prompt.exact)))
 
     def _check(self, answer: WindowAnswer, exact: WindowAnswer) -> ReuseState:
-        """Compare an answer with that of its exact twin. Where they differ too often, reuse stops."""
-        state = self._reuse
-        differs = answer.text != exact.text
-        state = replace(state, num_checks=state.num_checks + 1, num_differing=state.num_differing + differs)
-        self._reuse = replace(state, is_on=not state.differs_too_often)
+        """Compare an answer with that of its exact twin."""
+        self._reuse = self._reuse.checked(answer.text != exact.text)
         return replace(self._reuse, num_tokens=answer.reuse.num_tokens)
 
     def _ask(self, number: int, window: VideoWindow, prompt: MediaPrompt | PlacedPrompt) -> WindowAnswer:

@@ -26,7 +26,7 @@ WITHOUT_TORCH = [
     "faser.cli.profile", "faser.text.grammar", "faser.bench.command", "faser.bench.remote", "faser.bench.systems",
     "faser.bench.report.page", "faser.bench.simulate", "faser.models.generation", "faser.vllm", "faser.vllm.patches",
     "faser.vllm.scheduling", "faser.vllm.dashboard", "faser.media.prepare", "faser.media.placement",
-    "faser.media.fetch", "faser.media.load", "faser.media.messages",
+    "faser.media.fetch", "faser.media.load", "faser.media.messages", "faser.media.live", "faser.watch",
 ]  # fmt: skip
 # Modules that need numpy and nothing else: a plugin for another engine uses them.
 WITH_NUMPY_ALONE = [

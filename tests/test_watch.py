@@ -13,7 +13,7 @@ import pytest
 from faser import LLM, SamplingParams
 from faser.cli.main import main
 from faser.errors import ConfigError
-from faser.llm import MediaPrompt
+from faser.media.media import MediaPrompt
 from faser.media.options import PictureOptions
 from faser.media.reader import FrameReader
 from faser.request import RequestOutput

@@ -10,6 +10,7 @@ import argparse
 import os
 import re
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -315,6 +316,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     add("--on-engine-failure", choices=("restart", "exit"), default="restart", help="default: restart")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="default: info")
     _add_media(parser)
+    _add_sessions(parser)
     add_chat_template(parser)
     add_generation_config(parser)
     add_engine(parser)
@@ -343,8 +345,21 @@ def _add_media(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def _add_sessions(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("video sessions (docs/video.md)").add_argument
+    add("--max-sessions", type=int, default=16, metavar="N", help="open at a time; default: 16; 0 is none")
+    add(
+        "--session-idle", type=float, default=60.0, metavar="SECONDS",
+        help="a session that gets no chunk for longer ends; default: 60",
+    )  # fmt: skip
+    add(
+        "--session-seconds", type=float, default=inf, metavar="SECONDS",
+        help="a session that is older ends; default: no limit",
+    )  # fmt: skip
+
+
 def server_options(args: argparse.Namespace) -> ServerOptions:
-    from faser.config import API_KEY_VARIABLE, EngineOptions, ServerOptions
+    from faser.config import API_KEY_VARIABLE, EngineOptions, ServerOptions, SessionLimits
     from faser.media.limits import MediaAccess, MediaLimits
 
     key, body = os.environ.get(API_KEY_VARIABLE), args.max_body_size
@@ -365,6 +380,9 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
             max_pixels=args.max_media_pixels,
             max_frames=args.max_media_frames,
             max_video_seconds=args.max_media_seconds,
+        ),
+        sessions=SessionLimits(
+            max_sessions=args.max_sessions, idle_seconds=args.session_idle, max_seconds=args.session_seconds
         ),
         cors_origins=tuple(args.cors_origin),
         chat_template=chat_template_text(args),

@@ -20,7 +20,9 @@ FORMATS = "MP4, MOV, Matroska, WebM, AVI, MPEG-TS, GIF, raw H.264 or HEVC"
 
 def sniff(file: BinaryIO) -> str:
     """FFmpeg's name for the container's format, by its first bytes. The file is left at its start."""
-    start = file.read(SNIFFED_BYTES)
+    start = b""
+    while len(start) < SNIFFED_BYTES and (more := file.read(SNIFFED_BYTES - len(start))):  # a live stream may give less
+        start += more
     file.seek(0)
     if start[4:8] in BOXES:
         return "mov"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from faser.vision import Grid, count_tokens
@@ -35,3 +36,11 @@ class Media:
     def kept_share(self) -> float:
         """Of all patches, those that the grids keep."""
         return self.num_tokens / sum(grid.num_groups for grid in self.grids)
+
+
+@dataclass(frozen=True)
+class MediaPrompt:
+    """A prompt, and what it shows. The prompt has one placeholder for each medium, in their order."""
+
+    prompt: str | Sequence[int]
+    media: Sequence[Media]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO, NoReturn, cast
 
 import av
 import numpy as np
@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from faser.errors import InvalidRequest
 from faser.media.containers import sniff
 from faser.media.limits import MediaLimits
+from faser.media.live import LiveFile
 from faser.media.motion import FrameMotion
 
 Pixels = NDArray[np.uint8]  # [height, width, 3]
@@ -51,18 +52,20 @@ class FrameReader:
             for seconds, frame in reader.frames_at(2.0):
                 ...  # frame: uint8 RGB [height, width, 3], upright
 
-    `source` is a path, or a binary file that can seek. It is read once, from the start, as frames are asked for;
-    nothing of it is kept but what the codec needs. `seconds` count from the stream's start and always increase,
-    whatever the file's timestamps say: a missing, repeated or decreasing timestamp counts as one frame after the last.
+    `source` is a path, a binary file that can seek, or a live stream (live.py). It is read once, from the start, as
+    frames are asked for; nothing of it is kept but what the codec needs. `seconds` count from the stream's start and
+    always increase, whatever the file's timestamps say: a missing, repeated or decreasing timestamp counts as one frame
+    after the last.
 
-    Bad files raise InvalidRequest, when they are opened or when the bad place is reached. With a `deadline` (a time of
-    `clock`), a frame that is asked for later raises it too. One thread at a time may use a reader; FFmpeg works in that
-    thread and without the GIL, so that several readers run side by side.
+    Bad files raise InvalidRequest, when they are opened or when the bad place is reached; a live stream goes on behind
+    a damaged packet. With a `deadline` (a time of `clock`), a frame that is asked for later raises it too. One thread
+    at a time may use a reader; FFmpeg works in that thread and without the GIL, so that several readers run side by
+    side.
     """
 
     def __init__(
         self,
-        source: str | Path | BinaryIO,
+        source: str | Path | BinaryIO | LiveFile,
         limits: MediaLimits | None = None,
         *,
         deadline: float = math.inf,
@@ -71,11 +74,13 @@ class FrameReader:
         self._limits = limits or MediaLimits()
         self._deadline, self._clock = deadline, clock
         self._owns_file = isinstance(source, (str, Path))
-        self._file = _open_file(source) if isinstance(source, (str, Path)) else source
+        self._file = _open_file(source) if isinstance(source, (str, Path)) else cast(BinaryIO, source)
+        self._is_live = isinstance(source, LiveFile)
+        self.num_decoded = 0  # frames so far
         self._reformatter = VideoReformatter()  # one for all frames: to make its tables takes longer than to use them
         self._container: InputContainer | None = None
         try:
-            self._container = _open_container(self._file, self._limits)
+            self._container = _open_container(self._file, self._limits, self._is_live)
             self._stream = _video_stream(self._container, self._limits)
         except BaseException:
             self.close()
@@ -178,11 +183,12 @@ class FrameReader:
                 try:
                     frames = packet.decode()
                 except av.error.InvalidDataError:
-                    if has_begun:
+                    if has_begun and not self._is_live:
                         raise
                     continue  # a recording may begin between two key frames
                 for frame in frames:
                     has_begun = True
+                    self.num_decoded += 1
                     self._check_time()
                     yield frame
 
@@ -259,13 +265,15 @@ def _open_file(path: str | Path) -> BinaryIO:
         raise InvalidRequest(f"video {str(path)!r} cannot be read: {error.strerror}") from None
 
 
-def _open_container(file: BinaryIO, limits: MediaLimits) -> InputContainer:
+def _open_container(file: BinaryIO, limits: MediaLimits, is_live: bool) -> InputContainer:
     options = {
         "protocol_whitelist": "none",
         "codec_whitelist": ",".join(CODECS),
         "max_streams": str(limits.max_streams),
         "max_pixels": str(limits.max_pixels),  # of a decoder: checked before it takes memory for a frame
     }
+    if is_live:
+        options["fflags"] = "+ignidx"  # no step forward to an index
     with _damage_named():
         return av.open(
             file,
@@ -274,7 +282,7 @@ def _open_container(file: BinaryIO, limits: MediaLimits) -> InputContainer:
             options=options,
             metadata_errors="ignore",
             io_open=_refuse_to_open,
-            timeout=limits.max_decode_seconds,
+            timeout=None if is_live else limits.max_decode_seconds,  # a live stream may pause
         )
 
 

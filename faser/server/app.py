@@ -13,7 +13,6 @@ from collections.abc import Coroutine, Sequence
 from time import monotonic, time
 from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -32,11 +31,13 @@ from faser.server.figures import Figures
 from faser.server.messages import Refused
 from faser.server.metrics import PrometheusText
 from faser.server.protocol import ApiError, ChatRequest, CompletionRequest, Model, ModelList, parse
+from faser.server.responses import EVENT_STREAM, JSON, disconnect, json_response, read_body, refusal
 from faser.server.service import Call, Service, check_model
+from faser.server.sessions.api import SessionApi
+from faser.server.sessions.registry import Sessions
 
 log = logging.getLogger("faser.server")
 
-_JSON = "application/json"
 OPEN_PATHS = ("", "/health", "/dashboard")  # need no key; the dashboard's page has no figures and asks for the key
 
 
@@ -50,6 +51,7 @@ class Api:
     def __init__(self, options: ServerOptions, engine: EngineClient, figures: Figures) -> None:
         self.service = Service(options, engine, figures)
         self.dashboard = dashboard.Dashboard(figures, engine)
+        self.sessions = Sessions(options, self.service, figures)
         self._options = options
         self._engine = engine
         self._figures = figures
@@ -60,6 +62,7 @@ class Api:
         routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            *SessionApi(self._options, self.service, self.sessions).routes(),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
             Route("/", self.root),
@@ -75,7 +78,7 @@ class Api:
                 Middleware(
                     CORSMiddleware,
                     allow_origins=list(self._options.cors_origins),
-                    allow_methods=["GET", "POST"],
+                    allow_methods=["GET", "POST", "DELETE"],
                     allow_headers=["*"],  # OpenAI's client sends a dozen of its own
                     expose_headers=["retry-after"],
                 )
@@ -105,22 +108,8 @@ class Api:
         return Generation(call, self.service, self._figures)
 
     async def _body(self, request: Request) -> bytes:
-        """The body. One above the limit is refused as soon as that is known."""
         served = self.service.served()  # answers 503 before the body is read
-        encoding = request.headers.get("content-encoding", "identity")
-        if encoding != "identity":
-            raise ApiError(415, f"Content-Encoding {encoding[:100]!r} is not supported; send the body as it is")
-        most = self._options.body_limit(can_see=served.about.vision is not None)
-        declared = request.headers.get("content-length", "")
-        if declared.isdigit() and int(declared) > most:
-            raise _too_large(most)
-        parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > most:
-                raise _too_large(most)
-            parts.append(part)
-        return b"".join(parts)
+        return await read_body(request, self._options.body_limit(can_see=served.about.vision is not None))
 
     async def _error(self, _: Request, error: Exception) -> Response:
         """The answer to any error. The log has the stack trace of an unforeseen one, the answer does not."""
@@ -129,16 +118,16 @@ class Api:
             error = ApiError(error.status_code, message, headers=dict(error.headers or {}))
         elif not isinstance(error, ApiError):
             error = ApiError(500, "an internal error; the server's log has the details", code="internal_error")
-        return _refusal(error, self._figures)
+        return refusal(error, self._figures)
 
     # ── everything else ──────────────────────────────────────────────────────────────────────────────────────────────
 
     async def models(self, _: Request) -> Response:
-        return _json(ModelList([self._model()]))
+        return json_response(ModelList([self._model()]))
 
     async def model(self, request: Request) -> Response:
         check_model(request.path_params["name"], self.service.served().about)
-        return _json(self._model())
+        return json_response(self._model())
 
     def _model(self) -> Model:
         about = self.service.served().about
@@ -156,7 +145,7 @@ class Api:
             "error": self._engine.failure,
             "draft_failure": snapshot.draft_failure if snapshot is not None else None,
         }
-        return _json(body, 200 if state == State.READY else 503)
+        return json_response(body, 200 if state == State.READY else 503)
 
     async def metrics(self, _: Request) -> Response:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -165,15 +154,15 @@ class Api:
         return FileResponse(dashboard.PAGE, media_type="text/html")
 
     async def dashboard_data(self, _: Request) -> Response:
-        return _json(self.dashboard.data(self.service.state))
+        return json_response(self.dashboard.data(self.service.state))
 
     async def openapi(self, _: Request) -> Response:
-        return Response(openapi.document(), media_type=_JSON)
+        return Response(openapi.document(), media_type=JSON)
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, Call]) -> Call:
     """The result of the work, which is cancelled when the client disconnects. The body must have been read."""
-    task, watcher = asyncio.create_task(work), asyncio.create_task(_disconnect(request.receive))
+    task, watcher = asyncio.create_task(work), asyncio.create_task(disconnect(request.receive))
     try:
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -182,11 +171,6 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, Call]) ->
     finally:
         watcher.cancel()
         task.cancel()
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class Generation(Response):
@@ -214,7 +198,7 @@ class Generation(Response):
             self._service.cancel(self._call)
 
     async def _watch(self, receive: Receive) -> None:
-        await _disconnect(receive)
+        await disconnect(receive)
         self._call.stream.fail(Disconnected())
 
     async def _whole(self, send: Send) -> None:
@@ -226,13 +210,13 @@ class Generation(Response):
         body = call.answerer.whole(
             [_joined(parts) for parts in pieces], count_usage(call.prompt_sizes, call.choices, call.details)
         )
-        await Response(body, media_type=_JSON)({"type": "http"}, _nothing, send)
+        await Response(body, media_type=JSON)({"type": "http"}, _nothing, send)
 
     async def _stream(self, send: Send) -> None:
         """Headers are sent with the first token, so that a refusal before it has its own status."""
         call, answerer = self._call, self._call.answerer
         arrivals = _by_choice(await call.stream.take(), call.choices)
-        await send(_EVENT_STREAM)
+        await send(EVENT_STREAM)
         self._started = True
         events = b"".join(answerer.opening(choice.index) for choice in call.choices)
         num_open = len(call.choices)
@@ -252,22 +236,11 @@ class Generation(Response):
 
     async def _fail(self, error: ApiError, send: Send) -> None:
         """Send an error as the answer, or as the last event of a stream that has begun."""
-        refusal = _refusal(error, self._figures)
+        answer = refusal(error, self._figures)
         if self._started:
             await send({"type": "http.response.body", "body": b"data: %b\n\n" % error.body})
         else:
-            await refusal({"type": "http"}, _nothing, send)
-
-
-_EVENT_STREAM: Message = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),  # nginx must not hold events back
-    ],
-}
+            await answer({"type": "http"}, _nothing, send)
 
 
 def _by_choice(arrivals: Sequence[Arrival], choices: Sequence[Choice]) -> list[tuple[Choice, list[Progress]]]:
@@ -309,7 +282,7 @@ class KeyCheck:
             return
         message, headers = "a valid API key is needed: send Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"}
         error = ApiError(401, message, code="invalid_api_key", headers=headers)
-        await _refusal(error, self._figures)(scope, receive, send)
+        await refusal(error, self._figures)(scope, receive, send)
 
     def _knows(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
         given = next((value for name, value in headers if name == b"authorization"), b"")
@@ -317,19 +290,6 @@ class KeyCheck:
         # Every key is compared, in constant time, so that the time of an answer reveals nothing.
         num_equal = sum(hmac.compare_digest(key.strip(), known) for known in self._keys)
         return num_equal > 0 and scheme.lower() == b"bearer"
-
-
-def _refusal(error: ApiError, figures: Figures) -> Response:
-    figures.refused[error.status] += 1
-    return Response(error.body, error.status, error.headers, _JSON)
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type=_JSON)
-
-
-def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"the body has more than {most} bytes; send less", code="body_too_large")
 
 
 _REMEDIES = {

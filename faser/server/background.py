@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from asyncio import AbstractEventLoop
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from threading import Thread
 from typing import ParamSpec, TypeVar
 
@@ -24,3 +26,9 @@ def start(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future
 
     Thread(target=run, daemon=True).start()
     return done
+
+
+def call_in(loop: AbstractEventLoop, function: Callable[[], object]) -> None:
+    """From any thread: call the function in the loop. Not if the loop is closed: then the server has ended."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(function)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -19,6 +19,8 @@ from faser.media.media import Media
 from faser.media.messages import Reference
 from faser.media.options import VideoOptions
 from faser.media.placement import place_media
+from faser.media.sliding import PlacedPrompt
+from faser.request import Reuse
 from faser.server import background
 from faser.server.messages import SentVision
 from faser.server.protocol import ApiError, PromptDetails
@@ -38,6 +40,8 @@ class SeenPrompt:
     token_ids: list[int]
     vision: SentVision
     details: PromptDetails
+    session: str | None = None  # as in a Request
+    reuse: Reuse | None = None
 
 
 class Eyes:
@@ -69,7 +73,7 @@ class Eyes:
                 if num_tokens > most_tokens:
                     raise RequestTooLong(f"{num_tokens} tokens or more with the pictures")
             with _refusing("messages"):
-                return await self._in_thread(_place, token_ids, media, settings)
+                return await self._in_thread(place, token_ids, media, settings)
 
     async def _load(self, reference: Reference, settings: VisionSettings, options: VideoOptions) -> Media:
         with _refusing(reference.place):
@@ -83,13 +87,8 @@ class Eyes:
         """The place is given up when the thread ends, even where nobody waits for its result any more."""
         await self._threads.acquire()
         loop = asyncio.get_running_loop()
-
-        def free(_: object) -> None:
-            with suppress(RuntimeError):  # the loop is closed: the server has ended
-                loop.call_soon_threadsafe(self._threads.release)
-
         work = background.start(function, *args, **kwargs)
-        work.add_done_callback(free)
+        work.add_done_callback(lambda _: background.call_in(loop, self._threads.release))
         return await asyncio.wrap_future(work)
 
     @contextmanager
@@ -104,9 +103,15 @@ class Eyes:
             self.num_bytes -= num_bytes
 
 
-def _place(token_ids: list[int], media: Sequence[Media], settings: VisionSettings) -> SeenPrompt:
-    placed, vision = place_media(token_ids, media, settings)
-    return SeenPrompt(placed, SentVision.of(vision), _details(media))
+def place(token_ids: list[int], media: Sequence[Media], settings: VisionSettings) -> SeenPrompt:
+    """The prompt with its media in place. Hashes pixels: call it in a thread."""
+    return placed(PlacedPrompt(*place_media(token_ids, media, settings)), media)
+
+
+def placed(prompt: PlacedPrompt, media: Sequence[Media]) -> SeenPrompt:
+    """The same for a prompt whose media stand in their places."""
+    vision = SentVision.of(prompt.vision)
+    return SeenPrompt(list(prompt.token_ids), vision, _details(media), prompt.session, prompt.reuse)
 
 
 def _details(media: Sequence[Media]) -> PromptDetails:

@@ -62,6 +62,10 @@ class Figures:
         self.request_seconds = Histogram(REQUEST_BUCKETS)
         self.prompt_sizes = Histogram(SIZE_BUCKETS)
         self.output_sizes = Histogram(SIZE_BUCKETS)
+        self.open_sessions = 0  # of video
+        self.session_frames = 0  # that sessions decoded
+        self.windows_answered = 0
+        self.windows_skipped = 0  # newer ones came before they could be answered
         self.latest: Snapshot | None = None
         self.recent_first_token: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)  # (when, seconds)
         self.recent_per_token: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)

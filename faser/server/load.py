@@ -55,6 +55,7 @@ def load(start: Start) -> Served:
         chat_template=(template.source, template.bos_token, template.eos_token) if template is not None else None,
         sampling=dict(recommended.values),
         vision=source.vision_settings(),
+        max_positions=scheduler.limits.vision.max_positions if scheduler.limits.vision is not None else 0,
     )
     return Served(engine, about, pair.tokenizer)
 

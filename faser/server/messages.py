@@ -139,6 +139,7 @@ class About(msgspec.Struct, frozen=True, tag="ready"):
     chat_template: tuple[str, str, str] | None  # source, bos, eos
     sampling: dict[str, Any] = {}  # fields of SamplingParams for requests that do not give them
     vision: VisionSettings | None = None  # None: the model has no eyes
+    max_positions: int = 0  # of a model with eyes
 
     @property
     def kv_tokens(self) -> int:

@@ -72,8 +72,16 @@ class PrometheusText:
             ("vllm:num_requests_running", "Requests in the batch", self._engine.num_running),
             ("vllm:num_requests_waiting", "Open requests that are not in the batch", self._engine.num_waiting),
             ("faser:engine_up", "Whether the engine is ready", self._engine.state == "ready"),
+            ("faser:video_sessions", "Open video sessions", figures.open_sessions),
         ):
             yield _gauge(name, help_, value, model)
+        for name, help_, value in (
+            ("faser:video_windows_answered", "Windows of video sessions that were answered", figures.windows_answered),
+            ("faser:video_windows_skipped", "Windows of video sessions that were skipped because newer ones came",
+             figures.windows_skipped),
+            ("faser:video_frames_decoded", "Frames that video sessions decoded", figures.session_frames),
+        ):  # fmt: skip
+            yield _counter(name, help_, value, model)
         yield _counter("faser:engine_restarts", "Times that the engine was restarted", self._engine.num_restarts, model)
 
     def _of_engine(self, now: Snapshot, model: str) -> Iterator[Metric]:

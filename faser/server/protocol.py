@@ -74,6 +74,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
+        self.code = code
         self.headers = headers or {}
         kind = "invalid_request_error" if status < 500 else "server_error"
         self.body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
@@ -82,34 +83,34 @@ class ApiError(Exception):
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _ApiObject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ApiObject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One level of a request body."""
 
 
-class StreamOptions(_ApiObject, frozen=True):
+class StreamOptions(ApiObject, frozen=True):
     include_usage: bool = False
 
 
-class JsonSchema(_ApiObject, frozen=True):
+class JsonSchema(ApiObject, frozen=True):
     name: str | None = None
     description: str | None = None
     schema: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(_ApiObject, frozen=True):
+class ResponseFormat(ApiObject, frozen=True):
     type: str
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(_ApiObject, frozen=True):
+class StructuredOutputs(ApiObject, frozen=True):
     regex: str
 
 
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
-class _Sampled(_ApiObject, frozen=True, kw_only=True):
+class _Sampled(ApiObject, frozen=True, kw_only=True):
     """The fields that completions and chat share. None: not given."""
 
     model: str | None = None
@@ -220,19 +221,19 @@ class TextPart(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-class MediaUrl(_ApiObject, frozen=True):
+class MediaUrl(ApiObject, frozen=True):
     """`detail` is OpenAI's; mm_processor_kwargs sets sizes here."""
 
     url: Annotated[str, Meta(min_length=1)]
     detail: Literal["auto"] | None = None
 
 
-class ImagePart(_ApiObject, frozen=True):
+class ImagePart(ApiObject, frozen=True):
     type: Literal["image_url"]
     image_url: MediaUrl
 
 
-class VideoPart(_ApiObject, frozen=True):
+class VideoPart(ApiObject, frozen=True):
     type: Literal["video_url"]
     video_url: MediaUrl
 
@@ -245,7 +246,7 @@ Part = Annotated[
 ]
 
 
-class Message(_ApiObject, frozen=True, kw_only=True):
+class Message(ApiObject, frozen=True, kw_only=True):
     role: str
     content: str | Annotated[list[Part], Meta(max_length=MAX_MESSAGES)] | None = None
     name: str | None = None
@@ -287,14 +288,14 @@ def _check_part(part: dict[str, Any], param: str, number: int, can_see: bool) ->
         raise _invalid_field(str(error), f"{param}[{number}]") from None
 
 
-class Edges(_ApiObject, frozen=True):
+class Edges(ApiObject, frozen=True):
     """The names are those of the models' processors; the numbers are pixels of a whole picture or frame."""
 
     shortest_edge: Annotated[int, Meta(ge=1)] | None = None  # at least as many pixels
     longest_edge: Annotated[int, Meta(ge=1)] | None = None  # at most as many
 
 
-class MediaOptions(_ApiObject, frozen=True):
+class MediaOptions(ApiObject, frozen=True):
     """mm_processor_kwargs, with vLLM's names. They hold for every picture and video of the request."""
 
     fps: Annotated[float, Meta(gt=0)] | None = None  # frames of a video, per second
@@ -323,10 +324,19 @@ class ChatRequest(_Sampled, frozen=True, kw_only=True):
 
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
+Object = TypeVar("Object", bound=ApiObject)
 
 
 def parse(body: bytes, type_: type[Body]) -> Body:
-    """The request in a body; ApiError says which field is wrong and why."""
+    """The request for an answer in a body; ApiError says which field is wrong and why."""
+    request = parse_object(body, type_)
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options is only for streams: set stream to true", param="stream_options")
+    return request
+
+
+def parse_object(body: bytes, type_: type[Object]) -> Object:
+    """The object in a body. Fields of OpenAI's that are not supported pass where they change nothing."""
     try:
         raw = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -337,12 +347,9 @@ def parse(body: bytes, type_: type[Body]) -> Body:
     for name in [name for name in raw if name not in known]:
         _refuse_unless_neutral(name, raw.pop(name), known)
     try:
-        request = msgspec.convert(raw, type_)
+        return msgspec.convert(raw, type_)
     except (msgspec.ValidationError, RecursionError) as error:
         raise _invalid_field(str(error)) from None
-    if request.stream_options is not None and not request.stream:
-        raise ApiError(400, "stream_options is only for streams: set stream to true", param="stream_options")
-    return request
 
 
 def _refuse_unless_neutral(name: str, value: Any, known: set[str]) -> None:

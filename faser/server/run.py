@@ -96,6 +96,7 @@ class _Server:
     async def _drain(self) -> None:
         """Wait until open requests have finished, the grace period is over, or a second signal comes."""
         self._api.service.draining = True
+        self._api.sessions.end_all("shutting_down")
         deadline = monotonic() + self._options.grace
         if self._engine.num_open:
             log.info("stopping: %d requests have %g s to finish", self._engine.num_open, self._options.grace)
@@ -120,6 +121,7 @@ class _Server:
             await asyncio.sleep(1)
             self._api.dashboard.tick()
             self._engine.check_alive()
+            self._api.sessions.tick()
 
 
 class _Http(uvicorn.Server):

@@ -103,6 +103,14 @@ class Service:
             self._served = ServedModel(about)
         return self._served
 
+    def end_session(self, name: str) -> None:
+        """The engine gives up what a session has kept."""
+        self._engine.end_session(name)
+
+    async def wait_ready(self) -> None:
+        """Returns when an engine runs; at once, unless it is being restarted."""
+        await self._engine.ready.wait()
+
     # ── the two kinds of request ─────────────────────────────────────────────────────────────────────────────────────
 
     async def complete(self, request: CompletionRequest, arrived: float) -> Call:
@@ -136,9 +144,26 @@ class Service:
             prompt = await asyncio.to_thread(self._chat_ids, messages, served)
         else:
             prompt = self._chat_ids(messages, served)
-        num_logprobs = request.num_logprobs
         seen = await self._see(prompt, references, options, served)
-        prompt = prompt if seen is None else seen.token_ids
+        return await self._send_chat(request, prompt if seen is None else seen.token_ids, served, arrived, seen)
+
+    async def ask(self, request: ChatRequest, seen: SeenPrompt, arrived: float) -> Call:
+        """Send a chat whose prompt is ready, with its pictures in place."""
+        served = self._admitting(request)
+        self._check_bytes(served.about)
+        self._check_size(seen.token_ids, served.about, "prompt")
+        return await self._send_chat(request, seen.token_ids, served, arrived, seen)
+
+    async def watch_prompt(self, question: str) -> list[int]:
+        """The tokens of a question about a video, with one placeholder for it."""
+        content = [{"type": "video"}, {"type": "text", "text": question}]
+        messages = [{"role": "user", "content": content}]
+        return await asyncio.to_thread(self._chat_ids, messages, self.served(), "prompt")
+
+    async def _send_chat(
+        self, request: ChatRequest, prompt: list[int], served: ServedModel, arrived: float, seen: SeenPrompt | None
+    ) -> Call:
+        num_logprobs = request.num_logprobs
         field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         default = served.about.sampling.get("max_tokens", served.about.max_tokens)
         limit = self._output_limit(served.about, len(prompt), getattr(request, field), default, "messages", field)
@@ -190,15 +215,15 @@ class Service:
             message = f"{param}: token {found} ({served.placeholders[found]}) stands for a picture or a video"
             raise ApiError(400, f"{message}; send those as parts of a message to /v1/chat/completions", param=param)
 
-    def _chat_ids(self, messages: Sequence[Message], served: ServedModel) -> list[int]:
+    def _chat_ids(self, messages: Sequence[Message], served: ServedModel, param: str = "messages") -> list[int]:
         if served.template is None:
             remedy = "use /v1/completions, or start the server with --chat-template FILE"
-            raise ApiError(400, f"the model has no chat template; {remedy}", param="messages")
-        self._check_length(num_characters(messages), served, "messages")
-        with refusing("messages"):
+            raise ApiError(400, f"the model has no chat template; {remedy}", param=param)
+        self._check_length(num_characters(messages), served, param)
+        with refusing(param):
             refuse_placeholders(messages, served.placeholders.values())
             text = served.template.render(messages)
-        return self._encode(text, served, "messages", add_special_tokens=False)
+        return self._encode(text, served, param, add_special_tokens=False)
 
     def _encode(self, text: str, served: ServedModel, param: str, *, add_special_tokens: bool) -> list[int]:
         tokenizer = self._check_length(len(text), served, param)
@@ -279,8 +304,8 @@ class Service:
         asked = [(prompt, _seeds(params, request.num_choices)) for prompt in prompts]
         stop_ids = sorted(params.stop_ids(served.about.end_ids))
         try:
-            vision = seen.vision if seen is not None else None
-            stream, tracks = self._engine.submit(asked, params, stop_ids, arrived, vision)
+            sent = (seen.vision, seen.session, seen.reuse) if seen is not None else ()
+            stream, tracks = self._engine.submit(asked, params, stop_ids, arrived, *sent)
         except EngineGone as error:
             raise _busy(str(error), self._start_seconds()) from None
         choices = [Choice(index, served.tokenizer, params) for index in range(len(tracks))]

@@ -58,9 +58,10 @@ def clip(
     size: tuple[int, int] = (48, 64),  # height, width
     gop: int = 8,
     draw: Callable[..., np.ndarray] = grey,  # number, height, width → frame
+    options: dict[str, str] | None = None,  # of the container
 ) -> bytes:
     file = io.BytesIO()
-    with av.open(file, "w", format=kind) as container:
+    with av.open(file, "w", format=kind, options=options or {}) as container:
         stream = container.add_stream(codec, rate=rate)
         stream.height, stream.width = size
         stream.pix_fmt = "yuv420p"
