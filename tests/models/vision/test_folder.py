@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from faser.models.config import ModelConfig
 from faser.models.source import FolderSource, open_draft, open_target
 from faser.models.transformer import Transformer
 from faser.models.vision.names import vision_tensors
-from faser.runtime.cuda.device import CudaDevice
 from tests.models.reference import SIZES, save_hf
 from tests.models.vision.reference import (
     FRAMES,
@@ -32,7 +30,6 @@ from tests.models.vision.reference import (
     write_processor,
 )
 from tests.models.vision.test_config import WATCH
-from tests.tiny import VISION_CONFIGS
 
 NEW_NAMES = {"visual.": "model.visual.", "model.": "model.language_model.", "lm_head.": "lm_head."}
 
@@ -191,11 +188,3 @@ def test_a_vision_language_model_is_no_draft_and_a_text_model_has_no_settings(tm
     with pytest.raises(ConfigError, match=r"seeing is a vision-language model.*draft"):
         open_draft(str(seeing), target)
     assert open_draft(str(blind), open_target(str(seeing))).path == blind
-
-
-def test_a_gpu_refuses_eyes_by_name():
-    device = CudaDevice()
-    config = replace(VISION_CONFIGS["qwen2_vl"], head_dim=64)
-    device.require_model("target", replace(config, vision=None))
-    with pytest.raises(ConfigError, match=r"the target is a vision-language model.*--device cpu"):
-        device.require_model("target", config)
