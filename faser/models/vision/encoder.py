@@ -3,8 +3,9 @@
 Knows the weights and the order of operations. Knows nothing of files, prompts or requests. Has no state between calls,
 so two forwards may run at once. The caller holds torch.inference_mode().
 
-On a CPU grids are encoded one by one: the result of a grid has the same bits whatever it is encoded with, and its
-activations stay in the cache. One product over eight grids of 256 patches, 384 numbers wide, would gain 4 %.
+On a CPU grids are encoded one by one: the result of a grid has the same bits whatever it is encoded with. One forward
+over several grids is no faster: with 12 layers of 384, four grids of 256 or 1,024 patches take the same CPU time within
+the noise.
 
 Matrices have the shape [out, in] and are stored as those of `Transformer`.
 """
