@@ -55,7 +55,7 @@ class PageMoves:
 
 @dataclass(frozen=True)
 class KvCopies:
-    """Entries of the target's pages that are copied, before anything is computed: KV that requests take over.
+    """Entries of the target's pages that are copied, before pages move and anything is computed: KV that is taken over.
 
     Entry e is token e % page_size of page e // page_size. All sources are read before a destination is written.
     """

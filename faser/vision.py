@@ -106,15 +106,21 @@ class Vision:
 
     def rotary_positions(self, num_tokens: int) -> IntArray:
         """[num_tokens, 3]: positions of the prompt, and of the output behind it."""
-        positions = np.repeat(np.arange(num_tokens)[:, None], 3, axis=1)
-        if self.positions is not None:
-            positions += self.offset
-            positions[: len(self.positions)] = self.positions[:num_tokens]
+        positions = self._positions(0, num_tokens)
         positions[:, 0] += self.shift
         return positions
 
+    def _positions(self, start: int, stop: int) -> IntArray:
+        """[stop - start, 3] of the tokens start … stop - 1, without the shift."""
+        positions = np.repeat(np.arange(start, stop)[:, None], 3, axis=1)
+        if self.positions is not None:
+            positions += self.offset
+            given = self.positions[start:stop]
+            positions[: len(given)] = given
+        return positions
+
     def page_salt(self, start: int, stop: int) -> bytes:
-        """What distinguishes the prompt tokens start … stop - 1 from others with the same ids: pixels and positions.
+        """What distinguishes the tokens start … stop - 1 from others with the same ids: pixels and positions.
 
         Empty where they are text at its usual positions, so that such pages are shared with prompts without pictures.
         """
@@ -123,10 +129,9 @@ class Vision:
             if self.starts[i] >= stop:
                 break
             salt += self.grids[i].name + int(start - self.starts[i]).to_bytes(8, "little", signed=True)
-        if self.positions is not None:
-            positions = self.positions[start:stop]
-            if (positions != np.arange(start, start + len(positions))[:, None]).any():
-                salt += positions.tobytes()
+        positions = self._positions(start, stop)
+        if (positions != np.arange(start, stop)[:, None]).any():
+            salt += positions.tobytes()
         return salt + (self.shift.to_bytes(8, "little") if self.shift else b"")
 
 

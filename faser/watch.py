@@ -20,7 +20,7 @@ from faser.arrays import BoolArray
 from faser.errors import ConfigError, InvalidRequest
 from faser.media.grids import make_grid, resized, video_bounds
 from faser.media.media import Media, MediaPrompt
-from faser.media.options import DEFAULT_FPS, PictureOptions
+from faser.media.options import DEFAULT_FPS, EXPECTED_FPS, PictureOptions, is_frame_rate
 from faser.media.pruning import Pruner, PruningOptions, make_pruner, rule_for
 from faser.media.reader import FrameReader, Pixels
 from faser.media.sliding import PlacedPrompt, SlidingPrompts
@@ -57,8 +57,8 @@ class WatchOptions:
                 raise ConfigError(f"{name}={value}: expected a multiple of {frames_per_grid}, the frames of a grid")
         if self.stride > self.window:
             raise ConfigError(f"stride={self.stride}: expected at most the window ({self.window}), or frames are lost")
-        if not 0 < self.fps < np.inf:
-            raise ConfigError(f"fps={self.fps!r}: expected a positive number of frames a second")
+        if not is_frame_rate(self.fps):
+            raise ConfigError(f"fps={self.fps!r}: expected {EXPECTED_FPS}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,7 +29,7 @@ from faser.vision import Grid, Vision
 
 VOCABULARY = 5
 SEED = 7
-TAKEN = -2  # what an entry holds that was copied from the context of a session
+TAKEN = -2  # an entry that was copied from the context of a session holds TAKEN - its content
 HEADS = {"chain head": HeadLimits(), "block head": HeadLimits(block_rows=5, max_length=4)}
 
 
@@ -96,8 +96,9 @@ class _Memory:
     def copy(self, copies: KvCopies) -> None:
         """What is copied is right where it comes from, and need not fit the tokens that stand before it now."""
         entries = self.held.reshape(-1)
-        assert (entries[copies.sources] != -1).all()
-        entries[copies.destinations] = TAKEN
+        content = entries[copies.sources]
+        assert (content != -1).all()
+        entries[copies.destinations] = np.where(content < 0, content, TAKEN - content)  # taken once or more often
 
     def require(self, slot: int, tokens: Sequence[int], start: int, end: int) -> None:
         """Rows start … end - 1 must have been computed over `tokens`."""
@@ -123,7 +124,8 @@ class _Memory:
             page, offset = self.table[slot, position // self.page_size], position % self.page_size
             assert page < self.num_backed, f"slot {slot}, {position}: page {page} has no memory"
             if position < start:
-                assert self.held[page, offset] in (prefix, TAKEN), f"slot {slot}, {position}: page {page} is wrong"
+                held = int(self.held[page, offset])
+                assert held == prefix or held <= TAKEN, f"slot {slot}, {position}: page {page} is wrong"
             else:
                 self.held[page, offset] = prefix
         return prefix
@@ -159,10 +161,10 @@ class OracleExecutor:
             self._admit(new)
         self._see(plan)
         plan = plan.settle(self.settling[plan.slots])
-        if plan.moves is not None:
-            self.target.move(plan.moves)
         if plan.copies is not None:
             self.target.copy(plan.copies)
+        if plan.moves is not None:
+            self.target.move(plan.moves)
         self.target.apply(plan.target_pages)
         assert plan.num_rows.min() > 0
         assert (plan.num_rows + plan.judged).sum() <= self.limits.max_batch_tokens, "more rows than a step may have"

@@ -74,7 +74,9 @@ def test_no_frame_is_left_out_and_a_window_is_not_repeated():
         (WatchOptions(window=7), "window=7: expected a multiple of 2"),
         (WatchOptions(stride=0), "stride=0: expected a multiple of 2"),
         (WatchOptions(window=4, stride=6), "stride=6: expected at most the window"),
-        (WatchOptions(fps=0.0), "fps=0.0: expected a positive number"),
+        (WatchOptions(fps=0.0), "fps=0.0: expected 0.001 to 1000"),
+        (WatchOptions(fps=1e-39), "fps=1e-39: expected 0.001 to 1000"),
+        (WatchOptions(fps=float("nan")), "fps=nan: expected 0.001 to 1000"),
     ],
 )
 def test_what_cannot_be_watched_is_refused(options, says):
@@ -226,6 +228,15 @@ def test_the_command_prints_json_for_machines(folder, video, capsys):
 def test_the_command_refuses_what_is_no_video(folder, arguments, says, capsys):
     assert main(["watch", *arguments, "--model", str(folder)]) == 1
     assert says in capsys.readouterr().err
+
+
+def test_the_command_says_where_a_video_has_no_frame(folder, tmp_path, capsys):
+    data = clip(12)
+    start = data.index(b"mdat") + 4
+    file = tmp_path / "empty.mp4"
+    file.write_bytes(data[:start] + bytes(2000) + data[start + 2000 :])
+    assert main(["watch", str(file), QUESTION, "--model", str(folder)]) == 1
+    assert "faser: video " in capsys.readouterr().err
 
 
 def test_the_command_refuses_a_model_without_eyes(video, capsys):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from statistics import median
 
+from faser.errors import InvalidRequest
 from faser.watch import StageSeconds, WindowAnswer
 
 _STAGES = {"decode": "decode", "encode": "ViT", "prefill": "prefill", "answer": "answer"}
@@ -19,8 +20,9 @@ def print_answers(answers: Iterable[WindowAnswer], as_json: bool) -> None:
     for answer in answers:
         print(json.dumps(as_dict(answer)) if as_json else as_line(answer), flush=True)
         seconds.append(answer.seconds)
-    if seconds:
-        print(summarise(seconds), file=sys.stderr)
+    if not seconds:
+        raise InvalidRequest("video without frames: expected at least one; it is damaged or was cut")
+    print(summarise(seconds), file=sys.stderr)
 
 
 def as_dict(answer: WindowAnswer) -> dict[str, object]:

@@ -18,7 +18,7 @@ from math import exp, inf, log, sqrt
 
 import numpy as np
 
-from faser.arrays import IntArray
+from faser.arrays import BoolArray, IntArray
 from faser.step import StepPlan, StepSeconds
 from faser.vision import Grid
 
@@ -257,17 +257,19 @@ def share_rows(
     pending: IntArray,
     num_judged: int = 0,
     taken_seconds: float = 0.0,
+    decoding: BoolArray | None = None,
 ) -> IntArray:
     """Rows of each request [B] in a step of `max_rows`, of which `num_judged` are rows of drafts.
 
-    `start` are the context rows that a request has computed, `pending` those that it can compute now. A request with
-    one pending row gets it: most of these decode. The others have prompts, which share what is left beside
+    `start` are the context rows that a request has computed, `pending` those that it can compute now. Requests that
+    decode (None: those with one pending row) get their row. The others have prompts, which share what is left beside
     `taken_seconds` of other work.
     """
-    reads = pending > 1
+    decoding = pending == 1 if decoding is None else decoding
+    reads = ~decoding & (pending > 0)
     if not reads.any():
         return pending
-    num_others = int(np.count_nonzero(pending == 1))
+    num_others = int(np.count_nonzero(decoding))
     room = prompt_room(pace, max_rows - num_others - num_judged, num_others == 0, taken_seconds)
     left = pending[reads].tolist()
     shared = share(room, left, start[reads].tolist())

@@ -185,6 +185,8 @@ class Residency:
     def _compact(self) -> None:
         pool = self._scheduler.target_pages
         if pool.num_beyond:
+            self._scheduler.retained.clear_kept()  # their pages do not move, and nobody may run who would drop them
+        if pool.num_beyond:
             is_short = pool.num_available < self._scheduler.num_running  # the next steps would preempt
             if is_short or self._scheduler.lacks_pages:  # requests need the pages that were to be given up
                 pool.grow(pool.base_pages + self._memory.pages_gained)

@@ -323,7 +323,7 @@ class Scheduler:
         drafting = self._plan_drafts(slots, start, pending, decoding)
         max_rows, num_judged = self.limits.max_batch_tokens, drafting.num_judged
         taken_seconds = drafting.catch_up_seconds + encoding.seconds
-        num_rows = share_rows(self.drafts.pace, max_rows, start, pending, num_judged, taken_seconds)
+        num_rows = share_rows(self.drafts.pace, max_rows, start, pending, num_judged, taken_seconds, decoding)
         runs = num_rows > 0
         assert runs.any(), "who waits for a picture waits for a request that can run"
         if not runs.all():
@@ -368,7 +368,7 @@ class Scheduler:
         slots = slots[decoding]
         if not (self._speculates and slots.size):
             return Drafting.none(slots.size)
-        num_rows = share_rows(self.drafts.pace, self.limits.max_batch_tokens, start, pending)
+        num_rows = share_rows(self.drafts.pace, self.limits.max_batch_tokens, start, pending, decoding=decoding)
         num_prefill_rows = int(num_rows.sum()) - slots.size
         return self.drafts.plan(slots, num_prefill_rows, self._in_flight.unsettled[slots])
 

@@ -32,7 +32,7 @@ BLOCK_ROWS = 16  # rows of the buffer are given out in blocks of this size
 def check_vision(request: Request, limits: VisionLimits | None) -> None:
     """Refuse a request whose pictures can never be served."""
     vision = request.vision
-    if vision is None:
+    if vision is None or not vision.grids:
         return
     if limits is None:
         raise InvalidRequest("the prompt has pictures, and the model cannot see; send text alone")
@@ -43,12 +43,23 @@ def check_vision(request: Request, limits: VisionLimits | None) -> None:
             f"a picture of {largest} tokens, but encoded pictures have room for {most}; send a smaller picture, or "
             "enlarge vision_memory"
         )
+    if not _is_sound(vision, len(request.prompt_token_ids)):
+        raise InvalidRequest("pictures whose places or positions do not fit the prompt; send other frames or sizes")
     end = len(request.prompt_token_ids) + request.params.max_tokens + vision.offset + vision.shift
     if end > limits.max_positions:
         raise RequestTooLong(
             f"prompt and max_tokens reach position {end}, but the model has {limits.max_positions}; send a shorter "
             "video or more frames per second, or lower max_tokens"
         )
+
+
+def _is_sound(vision: Vision, num_prompt: int) -> bool:
+    """Whether grids stand one behind the other in the prompt, and every token has a position."""
+    bounds = np.stack([vision.starts, vision.ends], axis=1).reshape(-1)
+    are_apart = bool((np.diff(bounds) >= 0).all()) and bounds[0] >= 0 and bounds[-1] <= num_prompt
+    positions = vision.positions
+    are_placed = positions is None or (positions.shape == (num_prompt, 3) and bool((positions >= 0).all()))
+    return are_apart and are_placed and vision.shift >= 0
 
 
 class EncodedGrids:
@@ -153,13 +164,14 @@ class _EncodingRoom:
     patches: int = 0
     pairs: float = 0.0
 
-    def takes(self, grid: Grid) -> bool:
+    def has_room(self, grid: Grid) -> bool:
         """Whether one more grid fits. The first always does, or its request would wait for ever."""
         patches, pairs = encoding_work([grid])
-        if self.patches and not self._fits(self.patches + patches, self.pairs + pairs):
-            return False
+        return not self.patches or self._fits(self.patches + patches, self.pairs + pairs)
+
+    def take(self, grid: Grid) -> None:
+        patches, pairs = encoding_work([grid])
         self.patches, self.pairs = self.patches + patches, self.pairs + pairs
-        return True
 
     @property
     def taken_seconds(self) -> float:
@@ -286,8 +298,9 @@ class VisionPlanner:
         return True
 
     def _make(self, grid: Grid, room: _EncodingRoom, writes: list[GridWrite]) -> bool:
-        rows = self.grids.add(grid) if room.takes(grid) else None
+        rows = self.grids.add(grid) if room.has_room(grid) else None
         if rows is None:
             return False
+        room.take(grid)
         writes.append(GridWrite(grid, rows))
         return True

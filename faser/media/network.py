@@ -10,8 +10,10 @@ import http.client
 import ipaddress
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from threading import Event, Timer
 from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
@@ -19,6 +21,7 @@ from faser.errors import InvalidRequest
 from faser.media.limits import MediaLimits
 
 MAX_REDIRECTS = 5
+LOCAL_NAT64 = ipaddress.ip_network("64:ff9b:1::/48")
 REDIRECTS = (301, 302, 303, 307, 308)
 CHUNK = 1 << 16  # bytes
 HEADERS = {"User-Agent": "faser", "Accept": "image/*, video/*", "Accept-Encoding": "identity", "Connection": "close"}
@@ -27,10 +30,12 @@ SAFE = "/%:?=&+,;@!$'()*~-._[]"  # characters of a URL that are sent as they are
 
 def download(url: str, limits: MediaLimits) -> bytes:
     """The body behind an http(s) URL."""
+    deadline = time.monotonic() + limits.max_fetch_seconds  # for all redirects together
     for _ in range(MAX_REDIRECTS + 1):
         parts = _checked(url)
+        left = max(0.01, deadline - time.monotonic())
         try:
-            answer = _ask(parts, limits)
+            answer = _ask(parts, replace(limits, max_fetch_seconds=left))
         except InvalidRequest:
             raise
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -141,4 +146,6 @@ def is_public(address: str) -> bool:
             return is_public(str(inner))
         if parsed in ipaddress.ip_network("64:ff9b::/96"):  # NAT64
             return is_public(str(ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF)))
-    return parsed.is_global and not parsed.is_multicast
+        if parsed in LOCAL_NAT64 or int(parsed) >> 96 == 0 or parsed.is_site_local:
+            return False
+    return parsed.is_global and not parsed.is_multicast and not parsed.is_reserved

@@ -5,14 +5,23 @@ Knows names and ranges. Knows nothing of decoding. Unknown names are refused.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from faser.errors import InvalidRequest
 
 DEFAULT_FPS = 2.0  # what the models' own tools take
+FPS_RANGE = (1e-3, 1e3)  # frames a second that may be asked for
 SIZE_NAMES = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}  # both count pixels, despite their names
+
+
+EXPECTED_FPS = "0.001 to 1000 frames a second"
+
+
+def is_frame_rate(value: object) -> bool:
+    """Whether frames can be taken at this rate: far beyond it, times and positions are no longer numbers."""
+    low, high = FPS_RANGE
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +48,8 @@ class VideoOptions(PictureOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_count("num_frames", self.num_frames)
-        if self.fps is not None and not (_is_number(self.fps) and 0 < self.fps < math.inf):
-            raise InvalidRequest(f"fps={self.fps!r}: expected a positive number of frames a second")
+        if self.fps is not None and not is_frame_rate(self.fps):
+            raise InvalidRequest(f"fps={self.fps!r}: expected {EXPECTED_FPS}")
         if self.fps is not None and self.num_frames is not None:
             raise InvalidRequest("fps and num_frames: expected one of them, they exclude each other")
 
@@ -69,7 +78,3 @@ def _require_known(shown: str, name: str, known: Mapping[str, object]) -> None:
 def _require_count(name: str, value: object) -> None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise InvalidRequest(f"{name}={value!r}: expected a positive integer")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

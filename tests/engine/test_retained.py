@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from faser.engine.engine import Engine
+from faser.engine.residency import Place
 from faser.errors import InvalidRequest
 from faser.limits import VisionLimits
 from faser.policy import Fixed
 from faser.request import FinishReason, Request, Reuse
 from tests.ahead import Ahead
+from tests.engine.test_residency import Moving
 from tests.oracle import RandomLengths, World, make_grid, make_picture_request, make_request
 
 SIZES = {"max_running": 3, "max_batch_tokens": 16, "max_model_len": 128, "num_pages": 96, "num_draft_pages": 96}
@@ -134,6 +136,23 @@ def test_cancelled_and_failed_requests_keep_nothing():
     world.scheduler.abandon(FinishReason.FAILED)
     assert len(world.scheduler.retained) == 0
     assert world.target.num_held == 0
+
+
+def test_an_idle_engine_gives_contexts_up_for_the_draft_that_comes_back():
+    moving = Moving(0, pages_gained=16, max_running=3, max_batch_tokens=64, max_model_len=128, num_pages=32,
+                    num_draft_pages=32)  # fmt: skip
+    moving.residency.leave()
+    moving.until(Place.AWAY)
+    for i in range(2):
+        moving.add(make_request(f"large {i}", [i] * 81, 2))
+    moving.add(replace(make_request("s", [1, 2, 3] * 10, 2), session="s"))
+    moving.drain()
+    (kept,) = moving.world.scheduler.retained._contexts.values()
+    assert kept.pages.max() >= moving.world.target.base_pages, "the context lies in the draft's memory"
+    moving.residency.come_back()
+    moving.residency.bring_back()
+    assert moving.residency.place is Place.RESIDENT
+    assert len(moving.world.scheduler.retained) == 0
 
 
 @pytest.mark.parametrize(

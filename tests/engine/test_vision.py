@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -165,6 +167,48 @@ def test_positions_beyond_the_model_are_refused():
     world = make_world(max_positions=64)
     with pytest.raises(RequestTooLong, match="reach position 65, but the model has 64"):
         world.add(make_picture_request("a", [[1], make_grid(7, 6)], max_tokens=8, shift=50))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"positions": np.full((9, 3), -(2**62))},
+        {"positions": np.zeros((8, 3), dtype=np.int64)},
+        {"starts": np.array([4])},
+        {"starts": np.array([-1])},
+        {"shift": -1},
+    ],
+    ids=["negative", "too few", "behind the end", "before the start", "shift"],
+)
+def test_places_and_positions_that_do_not_fit_are_refused(wrong):
+    request = make_picture_request("a", [[1], make_grid(7, 6), [2, 3]])
+    with pytest.raises(InvalidRequest, match="do not fit the prompt"):
+        make_world().add(replace(request, vision=replace(request.vision, **wrong)))
+
+
+def test_a_prompt_that_shows_nothing_is_served():
+    world = make_world()
+    serve(world, replace(make_request("a", [1, 2, 3]), vision=Vision((), np.zeros(0, dtype=np.int64), None)))
+
+
+def test_prompts_cut_to_one_row_do_not_exceed_the_rows_of_a_step():
+    """The oracle refuses larger steps. One picture is encoded a step, the other prompts wait behind one token."""
+    world = make_world(policy=Fixed(6), max_running=12, max_batch_tokens=16, num_pages=256, num_draft_pages=256)
+    for i in range(2):
+        world.add(make_request(f"text {i}", [1, 2, i], 40))
+    for _ in range(4):
+        world.step()
+    world.scheduler.drafts.pace = StepPace(1.0, Pacing(300.0, 32, 1))
+    serve(world, *(make_picture_request(str(i), [[i % 4], make_grid(10 + i, 1)], 4) for i in range(9)))
+
+
+@pytest.mark.parametrize("shift", [0, 5])
+def test_an_answer_is_found_in_the_cache_by_the_next_turn(shift):
+    world = make_world(policy=Fixed(0), max_batch_tokens=64)
+    parts = [[1, 2, 3], make_grid(9, 9)]
+    serve(world, make_picture_request("a", parts, 21, shift=shift))
+    serve(world, make_picture_request("b", [*parts, [*world.tokens["a"], 1, 2]], 2, shift=shift))
+    assert world.finished["b"].finish.stats.cached == 32
 
 
 # ── ends and failures ────────────────────────────────────────────────────────────────────────────────────────────────

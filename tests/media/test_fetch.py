@@ -138,3 +138,20 @@ def test_large_files_folders_and_pipes_are_refused(tree):
 def test_limits_must_be_positive():
     with pytest.raises(ConfigError, match="max_frames=0"):
         MediaLimits(max_frames=0)
+
+
+def test_escapes_in_base64_cost_no_more_than_their_text():
+    """Only characters of base64 may be escaped: unescaping any byte takes eighty times the memory of the URL."""
+    encoded = base64.b64encode(b"\xfb\xff\xfe" * 5).decode()
+    escaped = encoded.replace("+", "%2B").replace("/", "%2f").replace("=", "%3D")
+    assert fetch(f"data:image/png;base64,{escaped}", MediaAccess(), MediaLimits()) == b"\xfb\xff\xfe" * 5
+    with pytest.raises(InvalidRequest, match="not valid base64"):
+        fetch("data:image/png;base64," + "%41" * 8, MediaAccess(), MediaLimits())
+    with pytest.raises(InvalidRequest, match="escaped bytes"):
+        fetch("data:image/png," + "%41" * (2**20 + 1), MediaAccess(), MediaLimits())
+
+
+def test_a_path_may_hold_a_colon(tmp_path):
+    file = tmp_path / "1:2.png"
+    file.write_bytes(b"x")
+    assert fetch(str(file), MediaAccess(allowed_folders=(tmp_path,)), MediaLimits()) == b"x"

@@ -42,10 +42,10 @@ class TorchExecutor:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Draft, then verify. Drafts that overlap are made first too: the verification compares with them."""
+        if plan.copies is not None:  # first: a move may write to pages that the copies read
+            self._verifier.runner.copy(plan.copies)
         if plan.moves is not None:
             self._verifier.runner.move(plan.moves)
-        if plan.copies is not None:
-            self._verifier.runner.copy(plan.copies)
         self._update_slots(plan)
         encode_seconds = self._eyes.encode(plan.vision) if self._eyes is not None and plan.vision is not None else 0.0
         num_rows = int(plan.num_rows.sum() + plan.judged.sum())

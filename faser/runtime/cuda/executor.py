@@ -93,20 +93,21 @@ class CudaExecutor:
         """Enqueue a step. The device runs steps in the order they are submitted in."""
         self.finish_launch()
         with torch.inference_mode(), explained_shortage(EngineError):
+            if plan.copies is not None:  # first: a move may write to pages that the copies read
+                copy_entries(self.target.pages, plan.copies)
             if plan.moves is not None:
                 move_pages(self.target.pages, plan.moves)
-            if plan.copies is not None:
-                copy_entries(self.target.pages, plan.copies)
             self._resampler.release(plan.released)
             self._admit(plan.admitted)
             self.target.apply(plan.target_pages)
             if self.drafter is not None:
                 self.drafter.apply(plan.draft_pages)
             step = LaunchedStep(plan, self._buffers.popleft(), plan)
+            step.events.begin()
+            self._steps.append(step)  # so that `discard` gives its buffer back, whatever fails from here on
             if plan.vision is not None:
                 self._see(step, plan.vision)
             step.launches = self._run(step)
-            self._steps.append(step)
             next(step.launches, None)
 
     def _see(self, step: LaunchedStep, vision: VisionPlan) -> None:

@@ -52,6 +52,10 @@ class StepEvents:
         self._is_beside = False
         self._encodes = False
 
+    def begin(self) -> None:
+        """Another step has these events now."""
+        self._encodes = False
+
     def encoding_started(self) -> None:
         """For a step that encodes pictures before everything else."""
         self._encodes = True
@@ -88,7 +92,6 @@ class StepEvents:
         if not self._events:
             return StepSeconds()
         encode = self._between(5, 6) if self._encodes else 0.0
-        self._encodes = False
         if not self._is_beside:
             return StepSeconds(self._between(0, 2), self._between(2, 4), encode=encode)
         draft, verify = self._between(0, 2), self._between(1, 3)

@@ -8,7 +8,7 @@ encoded outside of graphs, kernel by kernel.
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -20,9 +20,10 @@ from faser.models.transformer import Transformer
 from faser.models.vision.encoder import VisionEncoder
 from faser.runtime.cuda.rows import DeviceRows
 from faser.runtime.cuda.transfer import send
-from faser.step import Admission, VisionPlan
+from faser.step import Admission, GridWrite, VisionPlan
 
 NO_SOURCE = -1
+MAX_PATCHES = 16_384  # of one forward of the encoder: about 0.5 GiB for that of Qwen2.5-VL
 
 
 class CudaEyes:
@@ -42,9 +43,9 @@ class CudaEyes:
 
     def encode(self, plan: VisionPlan) -> None:
         """Enqueue the encoding of a step's grids."""
-        if plan.writes:
-            tokens = self._encoder.encode_together(plan.grids)
-            where = send(np.concatenate([write.buffer_rows for write in plan.writes]), self._buffer.device)
+        for writes in _parts(plan.writes):
+            tokens = self._encoder.encode_together([write.grid for write in writes])
+            where = send(np.concatenate([write.buffer_rows for write in writes]), self._buffer.device)
             self._buffer.index_copy_(0, where, tokens)
 
     def set_sources(self, plan: VisionPlan) -> None:
@@ -61,6 +62,18 @@ class CudaEyes:
             hidden, self._buffer, self._sources, rows.slots, rows.positions, rows.num_rows, self._sources.stride(0),
             width, block=min(1024, triton.next_power_of_2(width)), num_warps=4,
         )  # fmt: skip
+
+
+def _parts(writes: Sequence[GridWrite]) -> Iterator[list[GridWrite]]:
+    """Grids that are encoded together: the memory that they take meanwhile is bounded, but for a single large grid."""
+    part: list[GridWrite] = []
+    for write in writes:
+        if part and sum(len(each.grid.patches) for each in (*part, write)) > MAX_PATCHES:
+            yield part
+            part = []
+        part.append(write)
+    if part:
+        yield part
 
 
 class RowAngles:

@@ -109,6 +109,24 @@ def test_a_session_says_what_it_says_on_the_cpu(models, device):
     assert say(engine_of(target, device, num_pages=64)) == say(make_engine(target))
 
 
+def test_failed_encodings_cost_their_requests_and_nothing_else(models, device, monkeypatch):
+    target = models["plain"]
+    engine = engine_of(target, device)
+    picture, _, text, _ = requests(target)
+
+    def fail(self, plan) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CudaEyes, "encode", fail)
+        for _ in range(3):
+            engine.add(picture)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                engine.step()
+            engine.abandon()
+    assert serve(engine, [text]).tokens == reference(target, [text]).tokens
+
+
 # ── the parts ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
