@@ -157,8 +157,12 @@ class Service:
     async def watch_prompt(self, question: str) -> list[int]:
         """The tokens of a question about a video, with one placeholder for it."""
         content = [{"type": "video"}, {"type": "text", "text": question}]
-        messages = [{"role": "user", "content": content}]
-        return await asyncio.to_thread(self._chat_ids, messages, self.served(), "prompt")
+        messages, served = [{"role": "user", "content": content}], self.served()
+        found = next((text for text in served.placeholders.values() if text and text in question), None)
+        if found is not None:
+            message = f"prompt: the text holds {found}, which stands for a picture or a video; remove it"
+            raise ApiError(400, message, param="prompt")
+        return await asyncio.to_thread(self._chat_ids, messages, served, "prompt")
 
     async def _send_chat(
         self, request: ChatRequest, prompt: list[int], served: ServedModel, arrived: float, seen: SeenPrompt | None

@@ -76,6 +76,9 @@ class ScriptedEngine:
             if not self.is_paused:
                 self._loop.call_soon(self.answer, message)
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def answer(self, add: Add) -> None:
         finish = Finish(FinishReason.LENGTH, Stats(steps=1))
         token_ids = answer_ids(add.vision.vision().grids) if add.vision is not None else [70]
@@ -360,7 +363,7 @@ WRONG = {
     "an unknown field": ({"frames": 3}, "frames", "unknown field"),
     "a wrong rule": ({"pruning": "motion"}, "pruning", "motion"),
     "a tau of nothing": ({"tau": 0}, "tau", "> 0"),
-    "a placeholder": ({"prompt": "see <|video_pad|>"}, "prompt", "video_pad"),
+    "a placeholder": ({"prompt": "see <|video_pad|>"}, "prompt", "prompt: the text holds <|video_pad|>"),
     "no prompt": ({"prompt": ""}, "prompt", "length"),
     "large frames": ({"max_pixels": 10**9}, "max_pixels", "max_pixels"),
     "more frames than fit": ({"window": 1000, "stride": 2}, "window", "expected at most 512"),
@@ -425,6 +428,21 @@ def test_sessions_beyond_the_limit_wait_for_another_to_end(about):
             stage.sessions.find(first.id)
 
     play(about, scene, max_sessions=1)
+
+
+def test_a_session_is_not_made_once_the_server_shuts_down(about, monkeypatch):
+    async def scene(stage):
+        async def prompt(question: str) -> list[int]:
+            stage.service.draining = True
+            stage.sessions.end_all("shutting_down")
+            return [1]
+
+        monkeypatch.setattr(stage.service, "watch_prompt", prompt)
+        error = await stage.refused()
+        assert (error["status"], error["code"]) == (503, "shutting_down")
+        assert (stage.figures.open_sessions, stage.sessions._num_opening) == (0, 0)
+
+    play(about, scene)
 
 
 def test_few_sessions_are_kept_after_their_end(about, monkeypatch):
