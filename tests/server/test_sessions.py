@@ -288,7 +288,7 @@ def test_a_window_takes_over_the_kv_of_grids_that_stay_and_the_engine_learns_of_
         assert [each["kv_reuse"]["is_on"] for each in given] == [True] * NUM_WINDOWS
         while not stage.engine.ended:
             await asyncio.sleep(0)
-        assert stage.engine.ended == [found.id]
+        assert is_closed(stage, found)
 
     play(about, scene)
 
