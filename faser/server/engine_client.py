@@ -74,7 +74,6 @@ class Track:
     first: float | None = None  # when the first token came
     last: float = 0.0  # when the latest token came
     num_tokens: int = 0
-    num_pixel_bytes: int = 0  # that the engine holds for it
 
 
 Arrival = tuple[int, Progress | Refused]  # index of the choice, and the engine's message about it
@@ -83,7 +82,8 @@ Arrival = tuple[int, Progress | Refused]  # index of the choice, and the engine'
 class Stream:
     """The engine's messages about the choices of one HTTP request, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_pixel_bytes: int = 0) -> None:
+        self.num_pixel_bytes = num_pixel_bytes  # that the engine holds until the last choice ends
         self._arrivals: list[Arrival] = []
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
@@ -140,8 +140,13 @@ class EngineClient:
 
     @property
     def num_pixel_bytes(self) -> int:
-        """Of open requests."""
-        return sum(track.num_pixel_bytes for track in self._tracks.values())
+        """Of open requests, whose choices share their pixels, and of all that waits to be written to the engine.
+
+        Pixels that wait count twice: what is written of a request is not known, and they may be of a cancelled one.
+        """
+        waiting = self._transport.get_write_buffer_size() if self._transport is not None else 0
+        streams = {track.stream for track in self._tracks.values()}
+        return waiting + sum(stream.num_pixel_bytes for stream in streams)
 
     @property
     def num_running(self) -> int:
@@ -178,7 +183,7 @@ class EngineClient:
         if self._transport is None or self.state is not State.READY:
             raise EngineGone("the engine is not running")
         assert vision is None or len(prompts) == 1, "a request with pictures has one prompt"
-        stream = Stream()
+        stream = Stream(0 if vision is None else vision.num_bytes)
         tracks: list[Track] = []
         frames: list[bytes | bytearray] = []
         for prompt, seeds in prompts:
@@ -188,8 +193,6 @@ class EngineClient:
             taken = None if reuse is None else (reuse.starts.tolist(), reuse.ends.tolist(), reuse.sources.tolist())
             message = Add(ids[0], prompt, params, seeds[0], list(stop_ids), others, vision, session, taken)
             frames.append(frame(message) if vision is None else large_frame(message))
-        if vision is not None:
-            tracks[0].num_pixel_bytes = vision.num_bytes
         if not self._tracks:
             self._last_frame = monotonic()
         self._tracks.update((track.id, track) for track in tracks)

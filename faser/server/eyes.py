@@ -49,7 +49,7 @@ class Eyes:
         self._options = options
         self._threads = asyncio.Semaphore(max(1, min(MAX_THREADS, available_cpus() // 2)))
         self.num_loading = 0  # requests whose media are being loaded
-        self.num_bytes = 0  # of their URLs, which are most of their bodies
+        self.num_bytes = 0  # of their URLs, which are most of their bodies, and of the pixels that are loaded
 
     async def see(
         self,
@@ -58,20 +58,26 @@ class Eyes:
         settings: VisionSettings,
         options: VideoOptions,
         most_tokens: int,
+        check_bytes: Callable[[], None],
     ) -> SeenPrompt:
-        """The prompt with its placeholders replaced. A task that is cancelled loads no further medium."""
+        """The prompt with its placeholders replaced. A task that is cancelled loads no further medium.
+
+        `check_bytes` is called after each medium: it raises where all requests together hold too much.
+        """
         limits = self._options.media_limits
         if len(references) > limits.max_media:
             given = f"{len(references)} pictures and videos"
             raise ApiError(400, f"messages: {given}; send at most {limits.max_media}", param="messages")
         media: list[Media] = []
         num_tokens = len(token_ids) - len(references)
-        with self._counting(references):
+        with self._counting(references) as hold:
             for reference in references:
                 media.append(await self._load(reference, settings, options))
                 num_tokens += media[-1].num_tokens
                 if num_tokens > most_tokens:
                     raise RequestTooLong(f"{num_tokens} tokens or more with the pictures")
+                hold(sum(grid.patches.nbytes for grid in media[-1].grids))
+                check_bytes()
             with _refusing("messages"):
                 return await self._in_thread(place, token_ids, media, settings)
 
@@ -87,20 +93,31 @@ class Eyes:
         """The place is given up when the thread ends, even where nobody waits for its result any more."""
         await self._threads.acquire()
         loop = asyncio.get_running_loop()
-        work = background.start(function, *args, **kwargs)
+        try:
+            work = background.start(function, *args, **kwargs)
+        except BaseException:  # no thread is left
+            self._threads.release()
+            raise
         work.add_done_callback(lambda _: background.call_in(loop, self._threads.release))
         return await asyncio.wrap_future(work)
 
     @contextmanager
-    def _counting(self, references: Sequence[Reference]) -> Iterator[None]:
-        num_bytes = sum(len(reference.url) for reference in references)
+    def _counting(self, references: Sequence[Reference]) -> Iterator[Callable[[int], None]]:
+        """Counts a request while its media are loaded; gives a function that adds bytes to what it holds."""
+        held = 0
+
+        def hold(num_bytes: int) -> None:
+            nonlocal held
+            held += num_bytes
+            self.num_bytes += num_bytes
+
         self.num_loading += 1
-        self.num_bytes += num_bytes
+        hold(sum(len(reference.url) for reference in references))
         try:
-            yield
+            yield hold
         finally:
             self.num_loading -= 1
-            self.num_bytes -= num_bytes
+            self.num_bytes -= held
 
 
 def place(token_ids: list[int], media: Sequence[Media], settings: VisionSettings) -> SeenPrompt:

@@ -97,13 +97,13 @@ class _Server:
         """Wait until open requests have finished, the grace period is over, or a second signal comes."""
         self._api.service.draining = True
         self._api.sessions.end_all("shutting_down")
-        deadline = monotonic() + self._options.grace
-        if self._engine.num_open:
-            log.info("stopping: %d requests have %g s to finish", self._engine.num_open, self._options.grace)
-        while self._engine.num_open and monotonic() < deadline and self._signals < 2:
+        service, deadline = self._api.service, monotonic() + self._options.grace
+        if service.num_open:
+            log.info("stopping: %d requests have %g s to finish", service.num_open, self._options.grace)
+        while service.num_open and monotonic() < deadline and self._signals < 2:
             await asyncio.sleep(_POLL_SECONDS)
-        if self._engine.num_open:
-            log.warning("stopping: %d requests did not finish in time", self._engine.num_open)
+        if service.num_open:
+            log.warning("stopping: %d requests did not finish in time", service.num_open)
 
     async def _announce(self) -> None:
         await self._engine.ready.wait()

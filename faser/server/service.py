@@ -90,6 +90,11 @@ class Service:
     def state(self) -> str:
         return "draining" if self.draining else self._engine.state.value
 
+    @property
+    def num_open(self) -> int:
+        """Choices that run or wait, and requests whose pictures are being loaded."""
+        return self._engine.num_open + self._eyes.num_loading
+
     def served(self) -> ServedModel:
         """The model that is served; ApiError 503 with the reason if there is none."""
         about = self._engine.about
@@ -157,8 +162,12 @@ class Service:
     async def watch_prompt(self, question: str) -> list[int]:
         """The tokens of a question about a video, with one placeholder for it."""
         content = [{"type": "video"}, {"type": "text", "text": question}]
-        messages = [{"role": "user", "content": content}]
-        return await asyncio.to_thread(self._chat_ids, messages, self.served(), "prompt")
+        messages, served = [{"role": "user", "content": content}], self.served()
+        found = next((text for text in served.placeholders.values() if text and text in question), None)
+        if found is not None:
+            message = f"prompt: the text holds {found}, which stands for a picture or a video; remove it"
+            raise ApiError(400, message, param="prompt")
+        return await asyncio.to_thread(self._chat_ids, messages, served, "prompt")
 
     async def _send_chat(
         self, request: ChatRequest, prompt: list[int], served: ServedModel, arrived: float, seen: SeenPrompt | None
@@ -183,7 +192,10 @@ class Service:
             return None
         self._check_bytes(served.about)
         try:
-            seen = await self._eyes.see(prompt, references, settings, options, self._max_prompt(served.about))
+            seen = await self._eyes.see(
+                prompt, references, settings, options, self._max_prompt(served.about),
+                lambda: self._check_bytes(served.about),
+            )  # fmt: skip
         except RequestTooLong as error:
             raise _too_long(str(error), f"{self._max_prompt(served.about)}", "messages") from None
         self._check_size(seen.token_ids, served.about, "messages")
@@ -328,10 +340,9 @@ class Service:
         num_choices, room = num_prompts * n, about.max_running + self._options.max_waiting
         if num_choices > room:
             raise _too_many(num_prompts, n, about, self._options.max_waiting)
-        num_open = self._engine.num_open + self._eyes.num_loading
-        if num_open + num_choices > room:
+        if self.num_open + num_choices > room:
             raise _busy(
-                f"{num_open} requests run or wait, and the server takes {room}; try again later",
+                f"{self.num_open} requests run or wait, and the server takes {room}; try again later",
                 self._retry_seconds(about),
                 code="queue_full",
             )

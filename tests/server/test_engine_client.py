@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,9 +14,10 @@ from faser.request import Finish, FinishReason, Progress, SamplingParams, Stats
 from faser.server import engine_client
 from faser.server.engine_client import EngineClient, EngineGone, ShuttingDown, State
 from faser.server.figures import Figures
-from faser.server.messages import About, Outputs, Running
+from faser.server.messages import About, Outputs, Running, SentVision
 from faser.server.protocol import ApiError
 from faser.server.service import Service
+from faser.vision import Grid, Vision
 
 ABOUT = About(
     model="m", draft=None, policy="off", device="cpu", dtype="float32", reasons={}, vocab_size=9, end_ids=[],
@@ -27,7 +29,12 @@ ABOUT = About(
 class Transport:
     """Takes frames and forgets them."""
 
+    num_waiting = 0  # bytes that the engine has not read
+
     def write(self, data: bytes) -> None: ...
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_waiting
 
 
 def ready_client() -> EngineClient:
@@ -63,6 +70,27 @@ def test_a_request_that_ends_leaves_its_place_to_one_that_waits():
     assert (client.num_running, client.num_waiting) == (4, 0)
     end(client, tracks[2])
     assert (client.num_running, client.num_waiting) == (3, 0)
+
+
+def test_pixels_are_held_until_the_last_choice_ends_and_while_they_wait_to_be_sent():
+    client = ready_client()
+    vision = seen(np.zeros((4, 6), np.uint8))
+    for _ in range(2):
+        client.submit([([1, 2], [0, 1, 2])], SamplingParams(), [], 0.0, vision)
+    assert client.num_pixel_bytes == 2 * 24
+    first, second, third, *others = list(client._tracks.values())
+    end(client, first)
+    client.cancel([second])
+    assert client.num_pixel_bytes == 2 * 24
+    end(client, third)
+    assert client.num_pixel_bytes == 24
+    client.cancel(others)
+    client._transport.num_waiting = 100  # of requests that were cancelled
+    assert client.num_pixel_bytes == 100
+
+
+def seen(patches) -> SentVision:
+    return SentVision.of(Vision((Grid(patches, 2, 2, 2),), np.array([0]), None))
 
 
 async def errors_of(streams):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from threading import Event
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -18,7 +19,7 @@ from faser.media import load
 from faser.media.limits import MediaAccess, MediaLimits
 from faser.media.options import VideoOptions
 from faser.media.placement import place_media
-from faser.server import eyes, service
+from faser.server import background, eyes, run, service
 from faser.server.app import _while_connected
 from faser.server.engine_client import EngineClient, State
 from faser.server.figures import Figures
@@ -41,6 +42,9 @@ class Transport:
 
     def write(self, data: bytes) -> None:
         self.sent += [message for message in Frames(ToEngine).feed(data) if isinstance(message, Add)]
+
+    def get_write_buffer_size(self) -> int:
+        return 0
 
 
 @pytest.fixture(scope="module")
@@ -257,6 +261,22 @@ def test_too_many_bytes_of_open_requests_are_answered_503(make_service, monkeypa
     assert chat(service_, text_part("text is served")).tracks
 
 
+def test_pixels_count_as_soon_as_they_are_loaded_and_no_further_medium_is(make_service, monkeypatch):
+    loaded, real = [], load.load_medium
+
+    def counted(*args):
+        loaded.append(real(*args))
+        return loaded[-1]
+
+    monkeypatch.setattr(load, "load_medium", counted)
+    monkeypatch.setattr(service, "MAX_MEDIA_BYTES", 3 * len(URL) + 100)
+    service_ = make_service()
+    error = refusal(service_, *[image_part(URL)] * 3)
+    assert (error["status"], error["code"], len(loaded)) == (503, "queue_full", 1)
+    assert (service_._eyes.num_bytes, sent(service_)) == (0, [])
+    assert sum(grid.patches.nbytes for grid in loaded[0].grids) > 100
+
+
 # ---- loading beside other requests ----
 
 
@@ -310,6 +330,42 @@ def test_a_cancelled_request_loads_no_further_medium_and_keeps_its_thread_s_plac
         assert (await task(service, image_part(URL))).tracks
         assert gate.started == 2, "one of each request"
         assert len(sent(service)) == 1
+
+    asyncio.run(play())
+
+
+def test_a_thread_that_cannot_be_started_gives_its_place_up(make_service, monkeypatch):
+    async def play():
+        service = make_service()
+        places = service._eyes._threads._value
+        with monkeypatch.context() as patch:
+            patch.setattr(background, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+            with pytest.raises(RuntimeError, match="new thread"):
+                await task(service, image_part(URL))
+        assert (service._eyes._threads._value, service._eyes.num_loading) == (places, 0)
+        assert (await task(service, image_part(URL))).tracks
+
+    asyncio.run(play())
+
+
+def test_a_server_that_stops_waits_for_pictures_that_are_loading(make_service, monkeypatch):
+    async def play():
+        monkeypatch.setattr(run, "_POLL_SECONDS", 0)
+        service, gate = make_service(), Gate(monkeypatch)
+        server = run._Server(ServerOptions(), Mock())
+        server._api.service = service
+        loading = task(service, image_part(URL))
+        await gate.entered.wait()
+        stopping = asyncio.create_task(server._drain())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert service.draining
+        assert not stopping.done()
+        gate.open.set()
+        call = await loading
+        assert not stopping.done(), "the request is in the engine now"
+        service.cancel(call)
+        await stopping
 
     asyncio.run(play())
 

@@ -17,6 +17,7 @@ from http.client import HTTPConnection
 
 import msgspec
 import pytest
+from starlette.requests import Request
 
 from faser import LLM, SamplingParams
 from faser.config import ServerOptions, SessionLimits
@@ -31,6 +32,7 @@ from faser.server.messages import Add, Cancel, EndSession, Frames, Outputs, ToEn
 from faser.server.protocol import ApiError, parse_object
 from faser.server.service import Service
 from faser.server.sessions import registry, session
+from faser.server.sessions.api import SessionApi
 from faser.server.sessions.events import EventLog
 from faser.server.sessions.protocol import EndEvent, ErrorEvent, SessionRequest
 from faser.server.sessions.registry import ENDED_SECONDS, Sessions
@@ -57,19 +59,25 @@ class ScriptedEngine:
         self.sent: list[Add] = []
         self.cancelled: list[str] = []
         self.ended: list[str] = []  # sessions
+        self.order: list[str] = []  # of both
         self._loop = asyncio.get_running_loop()
 
     def write(self, data: bytes) -> None:
         for message in Frames(ToEngine).feed(data):
             if isinstance(message, Cancel):
                 self.cancelled.append(message.id)
+                self.order.append(message.id)
                 continue
             if isinstance(message, EndSession):
                 self.ended.append(message.name)
+                self.order.append(message.name)
                 continue
             self.sent.append(message)
             if not self.is_paused:
                 self._loop.call_soon(self.answer, message)
+
+    def get_write_buffer_size(self) -> int:
+        return 0
 
     def answer(self, add: Add) -> None:
         finish = Finish(FinishReason.LENGTH, Stats(steps=1))
@@ -156,14 +164,19 @@ def answers(events) -> list[dict]:
     return [data for name, data in events if name == "window"]
 
 
+async def feed(found, data: bytes, is_last: bool) -> None:
+    with found.claimed():
+        await found.feed(data, is_last)
+
+
 async def send(found, data: bytes, most: int = 4000, is_last: bool = True) -> None:
     sizes, start = random.Random(3), 0
     while start < len(data):
         size = sizes.randint(1, most)
-        await found.feed(data[start : start + size], False)
+        await feed(found, data[start : start + size], False)
         start += size
     if is_last:
-        await found.feed(b"", True)
+        await feed(found, b"", True)
 
 
 def watch_options(**fields) -> WatchOptions:
@@ -273,7 +286,32 @@ def test_a_window_takes_over_the_kv_of_grids_that_stay_and_the_engine_learns_of_
         assert sum(ends) - sum(starts) > 0
         assert all(source > start for start, source in zip(starts, sources, strict=True))
         assert [each["kv_reuse"]["is_on"] for each in given] == [True] * NUM_WINDOWS
-        assert stage.engine.ended == [found.id]
+        while not stage.engine.ended:
+            await asyncio.sleep(0)
+        assert is_closed(stage, found)
+
+    play(about, scene)
+
+
+def is_closed(stage, found) -> bool:
+    return stage.engine.ended == [found.id] and found._asker._prompts._last is None
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_the_engine_learns_of_the_end_once_and_behind_the_cancelled_window_and_its_pixels_are_dropped(about, is_asked):
+    async def scene(stage):
+        stage.engine.is_paused = True
+        found = await stage.create(when_behind="wait", kv_reuse=True)
+        if is_asked:
+            await send(found, CLIP, is_last=False)
+            while not stage.engine.sent:
+                await asyncio.sleep(0)
+        found.end("deleted")
+        found.end("expired")
+        while not is_closed(stage, found):
+            await asyncio.sleep(0)
+        assert stage.engine.order == [*(add.id for add in stage.engine.sent), found.id]
+        assert len(stage.engine.sent) == is_asked
 
     play(about, scene)
 
@@ -325,7 +363,7 @@ WRONG = {
     "an unknown field": ({"frames": 3}, "frames", "unknown field"),
     "a wrong rule": ({"pruning": "motion"}, "pruning", "motion"),
     "a tau of nothing": ({"tau": 0}, "tau", "> 0"),
-    "a placeholder": ({"prompt": "see <|video_pad|>"}, "prompt", "video_pad"),
+    "a placeholder": ({"prompt": "see <|video_pad|>"}, "prompt", "prompt: the text holds <|video_pad|>"),
     "no prompt": ({"prompt": ""}, "prompt", "length"),
     "large frames": ({"max_pixels": 10**9}, "max_pixels", "max_pixels"),
     "more frames than fit": ({"window": 1000, "stride": 2}, "window", "expected at most 512"),
@@ -392,6 +430,21 @@ def test_sessions_beyond_the_limit_wait_for_another_to_end(about):
     play(about, scene, max_sessions=1)
 
 
+def test_a_session_is_not_made_once_the_server_shuts_down(about, monkeypatch):
+    async def scene(stage):
+        async def prompt(question: str) -> list[int]:
+            stage.service.draining = True
+            stage.sessions.end_all("shutting_down")
+            return [1]
+
+        monkeypatch.setattr(stage.service, "watch_prompt", prompt)
+        error = await stage.refused()
+        assert (error["status"], error["code"]) == (503, "shutting_down")
+        assert (stage.figures.open_sessions, stage.sessions._num_opening) == (0, 0)
+
+    play(about, scene)
+
+
 def test_few_sessions_are_kept_after_their_end(about, monkeypatch):
     async def scene(stage):
         monkeypatch.setattr(registry, "MAX_ENDED", 2)
@@ -418,7 +471,7 @@ def test_garbage_ends_its_own_session_alone(about, data):
         await send(good, CLIP[3000:])
         assert len(answers(await read(good))) == NUM_WINDOWS
         with pytest.raises(ApiError) as refused:
-            await bad.feed(CLIP, False)
+            await feed(bad, CLIP, False)
         assert refused.value.status == 410
 
     play(about, scene)
@@ -444,7 +497,7 @@ def test_a_full_queue_refuses_the_chunk_whole_and_takes_it_later(about, monkeypa
         given, refusals = 0, []
         while given < len(data):
             try:
-                await found.feed(data[given : given + 2000], False)
+                await feed(found, data[given : given + 2000], False)
                 given += 2000
             except ApiError as error:
                 refusals.append((error.status, error.headers, found.state().bytes_received == given))
@@ -452,7 +505,7 @@ def test_a_full_queue_refuses_the_chunk_whole_and_takes_it_later(about, monkeypa
                     stage.engine.resume()
                 await asyncio.sleep(0)
             assert found.state().bytes_queued <= 4000
-        await found.feed(b"", True)
+        await feed(found, b"", True)
         assert refusals[0] == (429, {"Retry-After": "1"}, True)
         assert all(nothing_was_taken for _, _, nothing_was_taken in refusals)
         assert len(answers(await read(found))) == 49
@@ -466,10 +519,10 @@ def test_chunks_of_one_session_come_one_after_the_other(about):
         found = await stage.create(when_behind="wait")
         data = clip(200, kind="mpegts")
         waiting = asyncio.create_task(send(found, data, 2000))
-        while not (stage.engine.sent and found._is_feeding):
+        while not (stage.engine.sent and found._is_claimed):
             await asyncio.sleep(0)
         with pytest.raises(ApiError) as refused:
-            await found.feed(b"x", False)
+            await feed(found, b"x", False)
         assert refused.value.status == 409
         found.end("deleted")
         with pytest.raises(ApiError) as refused:
@@ -477,6 +530,48 @@ def test_chunks_of_one_session_come_one_after_the_other(about):
         assert refused.value.status == 410
 
     play(about, scene, queue_bytes=4000)
+
+
+class Upload:
+    """A chunk on its way: its body comes, or the client leaves, when the test says so."""
+
+    def __init__(self, stage, found) -> None:
+        self.is_read, self._message = asyncio.Event(), asyncio.get_running_loop().create_future()
+        scope = {"type": "http", "method": "POST", "headers": [], "query_string": b"", "path_params": {"id": found.id}}
+        api = SessionApi(ServerOptions(sessions=SessionLimits()), stage.service, stage.sessions)
+        self.answer = asyncio.create_task(api.chunk(Request(scope, self._receive)))
+
+    async def _receive(self):
+        self.is_read.set()
+        return await self._message
+
+    def come(self, body: bytes) -> None:
+        self._message.set_result({"type": "http.request", "body": body})
+
+    def leave(self) -> None:
+        self._message.set_result({"type": "http.disconnect"})
+
+
+def test_a_second_chunk_is_refused_before_its_body_is_read_until_the_first_has_come_or_its_client_has_left(about):
+    async def scene(stage):
+        found = await stage.create()
+        for end in (lambda upload: upload.come(CLIP[:2000]), Upload.leave):
+            first = Upload(stage, found)
+            await first.is_read.wait()
+            second = Upload(stage, found)
+            with pytest.raises(ApiError) as refused:
+                await second.answer
+            assert (refused.value.status, second.is_read.is_set()) == (409, False)
+            end(first)
+            await asyncio.gather(first.answer, return_exceptions=True)
+        await feed(found, CLIP[2000:4000], True)
+        assert found.state().bytes_received == 4000
+        late = Upload(stage, found)
+        with pytest.raises(ApiError) as refused:
+            await late.answer
+        assert (refused.value.status, late.is_read.is_set()) == (410, False)
+
+    play(about, scene)
 
 
 # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -489,7 +584,7 @@ def test_an_idle_session_answers_what_it_has_and_ends(about):
         stage.clock.now += 59
         stage.sessions.tick()
         assert found.state().status == "open"
-        await found.feed(b"", False)
+        await feed(found, b"", False)
         stage.clock.now += 59
         stage.sessions.tick()
         assert not found.is_finishing, "a chunk came meanwhile"
@@ -509,7 +604,7 @@ def test_a_session_ends_when_its_time_is_over(about):
     async def scene(stage):
         found = await stage.create()
         stage.clock.now += 11
-        await found.feed(b"", False)
+        await feed(found, b"", False)
         stage.sessions.tick()
         assert (await read(found))[-1][1]["reason"] == "expired"
         assert stage.figures.open_sessions == 0
@@ -552,6 +647,37 @@ def test_an_engine_that_dies_costs_the_window_it_worked_on(about):
         (name, error), *rest = await read(found)
         assert (name, error["number"], error["code"]) == ("error", 0, "engine_failed")
         assert [data["number"] for data in answers(rest)] == list(range(1, NUM_WINDOWS))
+
+    play(about, scene)
+
+
+def test_a_session_that_skips_asks_a_new_engine_about_its_newest_window(about):
+    async def scene(stage):
+        stage.client.ready.clear()
+        found = await stage.create()
+        await send(found, CLIP[:-4000], is_last=False)
+        while not found.state().frames_decoded:
+            await asyncio.sleep(0)
+        await send(found, CLIP[-4000:])
+        while not found._slot._is_closed:  # by the decoder, behind its last window
+            await asyncio.sleep(0)
+        stage.client.ready.set()
+        (only,) = answers(await read(found))
+        assert (only["number"], only["skipped"]) == (NUM_WINDOWS - 1, NUM_WINDOWS - 1)
+        assert stage.figures.windows_skipped == NUM_WINDOWS - 1
+
+    play(about, scene)
+
+
+def test_a_session_whose_thread_cannot_be_started_fails_and_gives_its_place_up(about, monkeypatch):
+    async def scene(stage):
+        def no_thread(*args):
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(session.background, "start", no_thread)
+        (name, _), (_, end) = await read(await stage.create())
+        assert (name, end["reason"]) == ("error", "failed")
+        assert stage.figures.open_sessions == 0
 
     play(about, scene)
 

@@ -54,8 +54,8 @@ class SessionApi:
     async def chunk(self, request: Request) -> Response:
         session, is_last = self._find(request), _is_last(request)
         _check_type(request.headers.get("content-type", ""))
-        body = await read_body(request, self._limits.queue_bytes)
-        await session.feed(body, is_last)
+        with session.claimed():
+            await session.feed(await read_body(request, self._limits.queue_bytes), is_last)
         return json_response(session.state())
 
     async def events(self, request: Request) -> Response:

@@ -37,6 +37,7 @@ class WindowAsker:
         self._prompts = SlidingPrompts(plan.prompt, plan.settings, session, plan.max_positions)
         self._reuse = ReuseState(is_on=request.kv_reuse) if request.kv_reuse else None
         self._num_asked = 0
+        self._is_closed = False
 
     async def ask(self, seen: SeenWindow, skipped: int) -> WindowEvent:
         """The answer. Raises ApiError or EngineGone where there is none; then the next window takes nothing over."""
@@ -53,7 +54,9 @@ class WindowAsker:
         return event
 
     def close(self) -> None:
-        """The engine gives up what the session has kept."""
+        """The engine gives up what the session has kept, and so does this process. Call it once, at the end."""
+        self._is_closed = True
+        self._prompts.forget()
         if self._reuse is not None:
             self._service.end_session(self._session)
 
@@ -61,7 +64,10 @@ class WindowAsker:
         media = seen.window.media
         if self._reuse is None or not self._reuse.is_on:
             return place(self._plan.prompt, [media], self._plan.settings)
-        return placed(self._prompts.next(media, seen.window.is_anchor, self._max_tokens), [media])
+        prompt = self._prompts.next(media, seen.window.is_anchor, self._max_tokens)
+        if self._is_closed:  # while this thread worked: nobody else would drop the window's pixels
+            self._prompts.forget()
+        return placed(prompt, [media])
 
     def _is_checked(self, prompt: SeenPrompt) -> bool:
         from faser.watch import CHECKED_WINDOWS

@@ -55,6 +55,7 @@ class Sessions:
         request = msgspec.structs.replace(request, model=about.model)
         with self._opening():
             plan = await self._plan(request, about.vision, about.max_positions)
+            self._service.served()  # the server may be shutting down by now, and has ended its sessions
             session = VideoSession(
                 f"vs-{token_hex(12)}", request, plan, self._service, self._figures, self._limits.queue_bytes,
                 self._clock,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import time
 
@@ -70,10 +71,12 @@ class VideoSession:
         self._slot = WindowSlot(skips=request.when_behind == "skip")
         self._counts = Counts()
         self._skips_told = 0  # of the skipped windows, those that an event has counted
-        self._is_feeding = False
+        self._is_claimed = False
         self._reason: str | None = None  # why the stream ends, or the session has ended
         self._figures.open_sessions += 1
         self._task = asyncio.create_task(self._run())
+        # The one place that every end passes, and always behind the Cancel of a question that was open.
+        self._task.add_done_callback(lambda _: self._asker.close())
 
     @property
     def is_finishing(self) -> bool:
@@ -98,20 +101,27 @@ class VideoSession:
 
     # ── chunks ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def feed(self, data: bytes, is_last: bool) -> None:
-        """Take a chunk whole, or none of it. Waits a little for room."""
-        if self._is_feeding:
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Claim the session for a chunk, before its bytes are read: one arrives at a time, in order."""
+        self._refuse_ended()
+        if self._is_claimed:
             message = "another chunk of this session is arriving; send chunks one after the other"
             raise ApiError(409, message, code="session_busy")
-        self._is_feeding, self.fed = True, self._clock()
+        self._is_claimed, self.fed = True, self._clock()
         try:
-            await self._wait_for_room(len(data))
-            self._file.feed(data)
-            self._counts.bytes_received += len(data)
-            if is_last:
-                self.finish("complete")
+            yield
         finally:
-            self._is_feeding, self.fed = False, self._clock()
+            self._is_claimed, self.fed = False, self._clock()
+
+    async def feed(self, data: bytes, is_last: bool) -> None:
+        """Take a chunk whole, or none of it. Waits a little for room. The caller has claimed the session."""
+        assert self._is_claimed, "chunks come one after the other"
+        await self._wait_for_room(len(data))
+        self._file.feed(data)
+        self._counts.bytes_received += len(data)
+        if is_last:
+            self.finish("complete")
 
     async def _wait_for_room(self, size: int) -> None:
         try:
@@ -123,10 +133,13 @@ class VideoSession:
             message = f"{self._file.num_waiting} bytes of this session wait to be decoded; send this chunk again later"
             raise ApiError(429, message, code="session_full", headers={"Retry-After": "1"}) from None
 
-    def _is_full(self, size: int) -> bool:
+    def _refuse_ended(self) -> None:
         if self.is_finishing:
             message = f"the session's stream has ended ({self._reason}); create another session"
             raise ApiError(410, message, code="session_ended")
+
+    def _is_full(self, size: int) -> bool:
+        self._refuse_ended()
         return self._file.num_waiting > 0 and self._file.num_waiting + size > self._max_queue
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -149,7 +162,6 @@ class VideoSession:
             return
         self._file.abort()
         self._slot.close(drop=True)
-        self._asker.close()
         self._room.set()
         counts = self._counts
         self.ended = self._clock()
@@ -170,13 +182,15 @@ class VideoSession:
     # ── windows ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _run(self) -> None:
-        work = background.start(decode, self._file, self._plan, self._hand_over)
-        work.add_done_callback(lambda _: self._slot.close())
         try:
+            work = background.start(decode, self._file, self._plan, self._hand_over)
+            work.add_done_callback(lambda _: self._slot.close())
             while (seen := await self._slot.take()) is not None:
                 await self._answer(seen)
             await asyncio.wrap_future(work)
             self._reason = self._reason or "complete"  # a file may say itself where it ends
+        except asyncio.CancelledError:  # kept by the task, it would hold the pixels of the window
+            self._reason = self._reason or "shutting_down"
         except (ApiError, InvalidRequest) as error:
             self._reason = "failed"
             self.events.add(ErrorEvent(message=str(error), code=getattr(error, "code", None) or "invalid_stream"))
@@ -198,10 +212,11 @@ class VideoSession:
 
     async def _answer(self, seen: SeenWindow) -> None:
         """An event for the window: its answer, or why it has none. A request that cannot be served ends the session."""
+        await self._service.wait_ready()
+        seen = self._slot.newer(seen)  # an engine may have taken long to start
         skipped = self._slot.num_skipped - self._skips_told
         self._skips_told += skipped
         self._figures.windows_skipped += skipped
-        await self._service.wait_ready()
         try:
             self.events.add(await self._asker.ask(seen, skipped))
             self._counts.answered += 1

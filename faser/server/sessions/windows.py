@@ -91,6 +91,14 @@ class WindowSlot:
                     return window
             await self._news.wait()
 
+    def newer(self, window: SeenWindow) -> SeenWindow:
+        """The window that waits, where windows are skipped and one waits; else the window itself."""
+        with self._changed:
+            if self._skips and self._waiting is not None:
+                window, self._waiting = self._waiting, None
+                self.num_skipped += 1
+        return window
+
     def close(self, drop: bool = False) -> None:
         """From any thread. The window that waits can still be taken, unless it is dropped."""
         with self._changed:
