@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from faser.llm import LLM  # imports torch, which windows do not need
 
 MAX_FRAME_PIXELS = 768 * 28 * 28  # where the request says nothing; folders may allow twenty times as many
-ANCHOR_GRIDS = 8  # without pruning: every so many grids one is an anchor, as in streams with an I-frame every 16 frames
+ANCHOR_GRIDS = 8  # without pruning one grid in eight is an anchor, as in streams with an I-frame every 16 frames
 CHECKED_WINDOWS = 8  # with KV reuse: one window of this many is also answered exactly
 LEAST_CHECKS = 4  # before reuse may stop
 MAX_DIFFERING = 0.25  # share of checked answers that differ, above which reuse stops

@@ -30,12 +30,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from faser.errors import ConfigError, FaserError
+from faser.errors import ConfigError
 from faser.models.config import DTYPES, ModelConfig, config_dict
 from faser.models.heads import BLOCK, EAGLE3, DraftHead, HeadConfig
 from faser.models.heads.config import read_head_config
 from faser.models.heads.load import load_head, write_head
 from faser.models.transformer import Transformer
+from tools.commands import run_command
 from tools.distill import (
     ShareDone,
     batches,
@@ -429,16 +430,7 @@ def evaluate_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        if given[:1] == ["evaluate"]:
-            evaluate(evaluate_parser().parse_args(given[1:]))
-        else:
-            train(train_parser().parse_args(given))
-    except FaserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command({"evaluate": (evaluate, evaluate_parser)}, (train, train_parser), arguments)
 
 
 if __name__ == "__main__":

@@ -43,9 +43,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from faser.errors import ConfigError, FaserError
+from faser.errors import ConfigError
 from faser.models.config import DTYPES
 from faser.models.transformer import Transformer
+from tools.commands import run_command
 from tools.distill import ShareDone, load_target, pick_device, rate_share, run_layer, share_of_minutes
 from tools.watch.codec import degrade, random_steps
 from tools.watch.dense import Probe, labels_by_target, probe_accuracy, probe_loss, word_loss, word_table
@@ -424,16 +425,7 @@ def export(args: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        if given[:1] == ["export"]:
-            export(export_parser().parse_args(given[1:]))
-        else:
-            train(train_parser().parse_args(given))
-    except FaserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command({"export": (export, export_parser)}, (train, train_parser), arguments)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class PictureOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class VideoOptions(PictureOptions):
-    """Which frames: so many a second, or so many in all. Neither: DEFAULT_FPS."""
+    """Which frames: a number a second, or a number in all. Neither: DEFAULT_FPS."""
 
     fps: float | None = None
     num_frames: int | None = None

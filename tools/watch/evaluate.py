@@ -25,7 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from faser.errors import ConfigError, FaserError
+from faser.errors import ConfigError
+from tools.commands import run_command
 from tools.distill import load_target, pick_device
 from tools.watch.codec import degrade, random_steps, x264
 from tools.watch.export import read_eyes
@@ -214,16 +215,7 @@ def code_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        if given[:1] == ["code"]:
-            code(code_parser().parse_args(given[1:]))
-        else:
-            evaluate(evaluate_parser().parse_args(given))
-    except FaserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command({"code": (code, code_parser)}, (evaluate, evaluate_parser), arguments)
 
 
 if __name__ == "__main__":

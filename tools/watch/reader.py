@@ -78,7 +78,7 @@ class Prompts:
 
 
 def branch_layout(shared: int, branches: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Positions [tokens] and mask [tokens, tokens] of `shared` tokens and so many branches of one length behind."""
+    """Positions [tokens] and mask [tokens, tokens] of `shared` tokens and the branches behind, all of one length."""
     branch = torch.arange(branches, device=device).repeat_interleave(length)
     owner = torch.cat((torch.full((shared,), -1, device=device), branch))
     steps = torch.arange(length, device=device).repeat(branches) + shared
