@@ -55,10 +55,9 @@ from tools.heads.convert import serving_head
 from tools.heads.loss import Judged, LossMix, backward, compare, decaying
 from tools.heads.modules import BlockModule, Eagle3Module, HeadModule, all_anchors, random_anchors
 from tools.heads.simulate import matches, tabulate
+from tools.reports import TrainingReport
 
 KINDS = ("eagle3", "dspark", "dflash")
-_SAVE_SECONDS = 60.0
-_REPORT_SECONDS = 5.0
 
 
 # ---- what is trained ----
@@ -242,29 +241,20 @@ def fit(training: Training, share_done: ShareDone, report: Callable[[Judged, flo
         report(training.step(torch.from_numpy(batch).to(device), done), done)
 
 
-class Report:
-    """Prints a line every few seconds and saves every minute. Clocks and lines are the caller's."""
+class Report(TrainingReport):
+    """Loss and agreement with the target since the last line."""
 
     def __init__(self, training: Training, path: Path, minutes: float, clock: Callable[[], float]) -> None:
-        self._training, self._path, self._minutes, self._clock = training, path, minutes, clock
-        self._started = clock() - training.seconds
-        self._printed = self._saved = clock()
+        super().__init__(training, path, minutes, clock)
+        self._training = training
         self._judged: list[Judged] = []
 
     def __call__(self, judged: Judged, done: float) -> None:
         self._judged.append(judged)
-        now = self._clock()
-        if now - self._printed >= _REPORT_SECONDS:
-            print(self._line(now - self._printed, done), flush=True)
-            self._judged.clear()
-            self._printed = now
-        if now - self._saved >= _SAVE_SECONDS:
-            self.save()
+        self.tick(done)
 
-    def save(self) -> None:
-        self._saved = self._clock()
-        self._training.seconds = self._saved - self._started
-        self._training.save(self._path)
+    def _forget(self) -> None:
+        self._judged.clear()
 
     def _line(self, seconds: float, done: float) -> str:
         training = self._training

@@ -48,6 +48,7 @@ from faser.models.config import DTYPES
 from faser.models.transformer import Transformer
 from tools.commands import run_command
 from tools.distill import ShareDone, load_target, pick_device, rate_share, run_layer, share_of_minutes
+from tools.reports import TrainingReport
 from tools.watch.codec import degrade, random_steps
 from tools.watch.dense import Probe, labels_by_target, probe_accuracy, probe_loss, word_loss, word_table
 from tools.watch.export import write_eyes, write_full
@@ -58,8 +59,6 @@ from tools.watch.tally import Tally
 from tools.watch.vit import Eyes, EyesConfig, begin, patches_of
 from tools.watch.windows import KIND_NAMES, Batch, Windows, WindowSettings, load, training_keys
 
-_SAVE_SECONDS = 60.0
-_REPORT_SECONDS = 5.0
 _DENSE_BESIDE_ANSWERS = 0.1
 
 
@@ -273,13 +272,12 @@ def fit(
     raise AssertionError("the feed has no end")
 
 
-class Report:
-    """Prints a line every few seconds and saves every minute. Clocks and lines are the caller's."""
+class Report(TrainingReport):
+    """Loss, probes and right answers since the last line."""
 
     def __init__(self, training: Training, path: Path, minutes: float, clock: Callable[[], float]) -> None:
-        self._training, self._path, self._minutes, self._clock = training, path, minutes, clock
-        self._started = clock() - training.seconds
-        self._printed = self._saved = clock()
+        super().__init__(training, path, minutes, clock)
+        self._training = training
         self._losses: list[Tensor] = []
         self._probes: dict[str, float] = {}
         self._tally = Tally()
@@ -289,19 +287,11 @@ class Report:
         self._probes = judged.probes or self._probes
         if judged.kind is not None and judged.answer is not None and judged.is_right is not None:
             self._tally.add(judged.kind, judged.answer, judged.is_right)
-        now = self._clock()
-        if now - self._printed >= _REPORT_SECONDS:
-            print(self._line(now - self._printed, done), flush=True)
-            self._losses.clear()
-            self._tally = Tally()
-            self._printed = now
-        if now - self._saved >= _SAVE_SECONDS:
-            self.save()
+        self.tick(done)
 
-    def save(self) -> None:
-        self._saved = self._clock()
-        self._training.seconds = self._saved - self._started
-        self._training.save(self._path)
+    def _forget(self) -> None:
+        self._losses.clear()
+        self._tally = Tally()
 
     def _line(self, seconds: float, done: float) -> str:
         training = self._training

@@ -76,16 +76,15 @@ class RetainedContexts:
         The request has its slot and pages. The context is given up. 0: there is none, or it is too short.
         """
         name, reuse = request.request.session, request.request.reuse
-        context = self._contexts.get(name) if name is not None else None
-        if context is None:
+        if name is None or name not in self._contexts:
             return 0
+        context = self._contexts[name]
         num_taken = 0
         if reuse is not None and (reuse.sources + reuse.ends - reuse.starts).max() <= context.num_tokens:
             self._copies.append(self._entries(reuse, context, request.slot))
             self._ranges[request.slot] = list(zip(reuse.starts.tolist(), reuse.ends.tolist(), strict=True))
             num_taken = reuse.num_tokens
             self.num_taken += num_taken
-        assert name is not None
         self.drop(name)  # its pages are read before anything is written to them
         return num_taken
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-BoolArray = NDArray[np.bool_]
+from faser.arrays import BoolArray
 
 CELL = 8  # pixels: blocks that FFmpeg exports have sides of 8 or 16, at multiples of 8
 MACROBLOCK = 16  # pixels: a coded frame is made of whole ones

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from faser.arrays import FloatArray, IntArray
+from faser.arrays import BoolArray, FloatArray, IntArray
 from faser.errors import ConfigError
 from faser.media.grids import smart_resize
-from faser.media.motion import CELL, BoolArray, ChangedCells, FrameMotion
+from faser.media.motion import CELL, ChangedCells, FrameMotion
 from faser.media.reader import FrameReader, Pixels
 from faser.vision import VisionSettings
 
