@@ -11,6 +11,8 @@ from functools import cache
 import numpy as np
 import pytest
 
+pytest.importorskip("av", reason="the package av is missing: pip install 'faser[vision]'")
+
 from faser import LLM, SamplingParams
 from faser.cli.main import main
 from faser.errors import ConfigError, InvalidRequest

@@ -7,6 +7,8 @@ import pytest
 import torch
 import transformers
 
+pytest.importorskip("av", reason="the package av is missing: pip install 'faser[vision]'")
+
 from faser import LLM, MediaPrompt, SamplingParams
 from faser.media.limits import MediaLimits
 from faser.media.media import Media

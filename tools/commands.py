@@ -1,4 +1,4 @@
-"""The entry of a tool with two commands: the first word chooses one, and an error becomes one line."""
+"""The entry of a tool: its first word may choose a command, and an error becomes one line."""
 
 from __future__ import annotations
 

@@ -38,12 +38,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from faser.errors import ConfigError, FaserError
+from faser.errors import ConfigError
 from faser.models import weights
 from faser.models.config import DTYPES, ModelConfig, Rope, config_dict
 from faser.models.layers import rope_tables
 from faser.models.transformer import Layer, Transformer
 from faser.progress import Update
+from tools.commands import run_command
 
 _WORK = torch.float64  # dtype of all arithmetic; the result is rounded once
 _FAINT = 2.0**-12  # scale of queries and keys of the unused rotary pairs
@@ -436,13 +437,7 @@ def load_source(path: str | Path) -> Transformer:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    try:
-        _run(options)
-    except FaserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command({}, (_run, _parser), arguments)
 
 
 def _parser() -> argparse.ArgumentParser:

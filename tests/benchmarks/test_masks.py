@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+pytest.importorskip("av", reason="the package av is missing: pip install 'faser[vision]'")
+
 from benchmarks.masks import main
 from tests.media.scenes import SPRITES, encode, scene
 

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+pytest.importorskip("av", reason="the package av is missing: pip install 'faser[vision]'")
+
 from faser.errors import InvalidRequest
 from faser.media.fetch import fetch
 from faser.media.limits import MediaAccess, MediaLimits

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytest.importorskip("av", reason="the package av is missing: pip install 'faser[vision]'")
+
 from faser.errors import InvalidRequest
 from faser.media.grids import picture_grid, smart_resize, video_bounds, video_grids
 from faser.media.options import PictureOptions

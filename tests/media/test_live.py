@@ -9,6 +9,8 @@ from threading import Thread
 
 import pytest
 
+pytest.importorskip("av", reason="the package av is missing: pip install 'faser[vision]'")
+
 from faser.errors import InvalidRequest
 from faser.media.live import KEPT_BYTES, LiveFile, StreamAborted
 from faser.media.reader import FrameReader

@@ -10,6 +10,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+pytest.importorskip("av", reason="the package av is missing: pip install 'faser[vision]'")
+
 from faser.media.motion import CELL, ChangedCells, FrameMotion
 from faser.media.pruning import CodecPruner, PruningOptions
 from faser.media.reader import FrameReader

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+pytest.importorskip("av", reason="the package av is missing: pip install 'faser[vision]'")
+
 from faser.errors import InvalidRequest
 from faser.media.limits import MediaLimits
 from faser.media.pictures import decode_picture

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+pytest.importorskip("av", reason="the package av is missing: pip install 'faser[vision]'")
+
 from faser.errors import InvalidRequest
 from faser.media.media import Media
 from faser.media.placement import place_media

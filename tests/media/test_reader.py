@@ -6,10 +6,13 @@ import io
 import struct
 from itertools import islice
 
-import av
 import numpy as np
 import pytest
 from PIL import Image
+
+pytest.importorskip("av", reason="the package av is missing: pip install 'faser[vision]'")
+
+import av
 
 from faser.errors import InvalidRequest
 from faser.media import reader as module

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 
-import av
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+
+pytest.importorskip("av", reason="the package av is missing: pip install 'faser[vision]'")
+
+import av
 
 from faser.errors import InvalidRequest
 from faser.media.containers import SEGMENT

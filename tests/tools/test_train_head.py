@@ -51,6 +51,11 @@ def trained(training: Training, num_steps: int, of: int) -> list[Judged]:
     return judged
 
 
+def mean_overlap(judged: list[Judged]) -> torch.Tensor:
+    """By position."""
+    return torch.stack([each.overlap for each in judged]).mean(dim=0)
+
+
 # ---- learning ----
 
 
@@ -61,8 +66,7 @@ def test_training_lowers_the_loss_and_raises_acceptance(target, data, name, begi
     early, late = judged[:5], judged[-5:]
     assert len(judged) == 40
     assert np.mean([j.loss for j in late]) < np.mean([j.loss for j in early])
-    overlaps = [torch.stack([j.overlap for j in part]).mean(dim=0) for part in (early, late)]
-    assert (overlaps[1] > overlaps[0] + 0.02).all(), "at every position"
+    assert (mean_overlap(late) > mean_overlap(early) + 0.02).all(), "at every position"
 
 
 @pytest.mark.parametrize("name", ["eagle3 short", "dspark"])
@@ -84,11 +88,11 @@ def test_a_trained_head_has_more_drafts_accepted_by_simulation(target, name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["eagle3 short", "dspark"])
-def test_training_in_bfloat16_on_a_gpu_lowers_the_loss(data, name):
+def test_training_in_bfloat16_on_a_gpu_raises_acceptance(data, name):
+    """Losses do not tell: EAGLE-3's goes from divergence to total variation meanwhile."""
     model = Transformer.random(TOY, 0, torch.bfloat16, std=0.2, device="cuda")
     judged = trained(Training(model, data, quick(name)), 40, 40)
-    losses = [float(j.loss) for j in judged]
-    assert np.mean(losses[-5:]) < np.mean(losses[:5])
+    assert (mean_overlap(judged[-5:]) > mean_overlap(judged[:5])).all(), "at every position"
 
 
 def test_every_parameter_is_trained_and_the_target_stays(target, data):

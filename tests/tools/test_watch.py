@@ -113,7 +113,8 @@ def test_a_pair_of_frames_encoded_alone_gives_the_same_tokens():
     frames = torch.from_numpy(render(plan_scene(SceneSettings(side=56, num_frames=4), 0)))[None]
     with torch.no_grad():
         both, last = (eyes(patches_of(each, TINY), 4, 4) for each in (frames, frames[:, 2:]))
-    torch.testing.assert_close(both[1], last[0], rtol=0, atol=1e-6)
+    # products of other sizes may sum in another order: 1.7e-6 on a Xeon, less on an EPYC
+    torch.testing.assert_close(both[1], last[0], rtol=0, atol=1e-5)
 
 
 # ---- prompts and answers ----

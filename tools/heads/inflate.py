@@ -28,12 +28,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from faser.errors import ConfigError, FaserError, ModelError
+from faser.errors import ConfigError, ModelError
 from faser.models.config import DTYPES
 from faser.models.heads import BlockHead, DraftHead, Eagle3Head, HeadConfig
 from faser.models.heads.config import read_head_config
 from faser.models.heads.load import load_head, write_head
 from faser.models.transformer import Transformer
+from tools.commands import run_command
 from tools.distill import load_model, pick_device
 from tools.inflate import SHAPES, Inflation, Shape, grown_config, inflated_config, place_of
 
@@ -176,12 +177,7 @@ class _HeadGrowth:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        _run(_parser().parse_args(arguments))
-    except FaserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command({}, (_run, _parser), arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
