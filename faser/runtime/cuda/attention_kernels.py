@@ -176,7 +176,7 @@ def _scan(
         key_at = keys + entry_at[:, None] + dim[None, :]
         value_at = key_at + num_kv_heads * head_dim
         if masked:
-            written = (n < end)[:, None]
+            written = ((n >= first_key) & (n < end))[:, None]
             k = tl.load(key_at, mask=written, other=0.0)
             v = tl.load(value_at, mask=written, other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale

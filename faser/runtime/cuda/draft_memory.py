@@ -9,7 +9,8 @@ chunk i there and to map it behind the pages of layer i, so every layer gains th
     target    │ layer 0: base, chunk 0 │ layer 1: base, chunk 1 │ …       base: mapped from start to end
     draft     │ weights │ KV pages │                                     chunk 0, chunk 1, …
 
-Addresses never change, so no graph is captured again. A copy of the weights stays in locked memory of the host.
+Addresses never change, so no graph is captured again. A copy of the weights stays in locked memory of the host. Pages
+begin with whatever their memory held: the kernels read no entry that was not written for the request.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from faser.errors import ConfigError, MoveError
 from faser.models.config import ModelConfig
 from faser.runtime.cuda.memory import ADVICE
 from faser.runtime.cuda.pinned import PinnedBlock
+from faser.runtime.cuda.transfer import long_copy_begins, long_copy_ended
 from faser.runtime.cuda.virtual_memory import AddressRange, MemoryChunk, MemoryDriver, VirtualMemory
 from faser.runtime.kv_cache import bytes_per_page
 from faser.runtime.weights_home import WeightsHome
@@ -97,35 +99,28 @@ def _round_up(size: int, unit: int) -> int:
 
 
 class WeightsLoader:
-    """Copies the weights from the host and clears the draft's KV pages, on a stream of its own beside decoding."""
+    """Copies the weights from the host, on a stream of its own beside decoding."""
 
-    def __init__(self, source: Tensor, weights: Tensor, pages: Tensor) -> None:
+    def __init__(self, source: Tensor, weights: Tensor) -> None:
         self._source = source
         self._weights = weights
-        self._pages = pages
         self._events: tuple[Any, Any] | None = None
-        self._is_on_gpu = weights.is_cuda
         make: Any = torch.cuda.Stream
-        # Of a priority of its own: streams of one priority share hardware queues, and what waits for the copy in such a
-        # queue holds up whatever is behind it.
-        self._stream = make(weights.device, priority=-1) if self._is_on_gpu else None
+        self._stream = make(weights.device) if weights.is_cuda else None
         self.seconds = source.numel() / LOAD_SPEED  # expected; of the last load, if there was one
 
     def begin(self) -> None:
-        if not self._is_on_gpu:
-            self._copy()
+        if self._stream is None:
+            self._weights.copy_(self._source)
             return
         make: Any = torch.cuda.Event
         began, ended = make(enable_timing=True), make(enable_timing=True)
+        long_copy_begins(self, self._weights.device)
         with torch.cuda.stream(self._stream):
             began.record()
-            self._copy()
+            self._weights.copy_(self._source, non_blocking=True)
             ended.record()
         self._events = began, ended
-
-    def _copy(self) -> None:
-        self._pages.zero_()
-        self._weights.copy_(self._source, non_blocking=True)
 
     def is_done(self) -> bool:
         """Whether the load has ended. The work that is enqueued from now on sees the weights."""
@@ -134,6 +129,7 @@ class WeightsLoader:
         began, ended = self._events
         if not ended.query():
             return False
+        long_copy_ended(self)
         torch.cuda.current_stream().wait_event(ended)
         self.seconds = began.elapsed_time(ended) / 1e3
         self._events = None
@@ -150,7 +146,6 @@ class CudaDraftMemory:
         self._memory = VirtualMemory(driver)
         self._chunks: list[MemoryChunk] = []
         self._is_loading = False
-        self._cleared: Any = None  # an event: the new pages of the target are zero
         self._is_closed = False
         with _explained(ConfigError, "no memory for a draft that can leave; use --offload off"):
             self._host = PinnedBlock(home.num_bytes, driver)
@@ -164,9 +159,9 @@ class CudaDraftMemory:
         except ConfigError:
             self.close()
             raise
-        weights, pages = self._draft_bytes[: home.num_bytes], self._draft_bytes[home.num_bytes :]
+        weights = self._draft_bytes[: home.num_bytes]
         home.enter(weights)
-        self.loader = WeightsLoader(self._host.bytes, weights, pages)
+        self.loader = WeightsLoader(self._host.bytes, weights)
         self.loader.begin()
         driver.synchronize()
         self.loader.is_done()
@@ -182,8 +177,6 @@ class CudaDraftMemory:
             memory.map(self._chunks[index], self._draft, self._resident_offset(index))
         self._target_bytes = memory.tensor(self._target).view(num_layers, layout.layer_bytes)
         self._draft_bytes = memory.tensor(self._draft)
-        for layer in self._target_bytes:
-            layer[: layout.base_bytes].zero_()
 
     def target_pages(self, config: ModelConfig, page_size: int, dtype: torch.dtype) -> Tensor:
         """[num_layers, most_pages, page_size, 2 * num_kv_heads, head_dim]. Those from base_pages on come and go."""
@@ -208,29 +201,13 @@ class CudaDraftMemory:
             if self._is_loading:  # memory that is being written must stay
                 self._is_loading = not self.loader.is_done()
                 return False
-            moved = []
-            try:
-                for index in islice(self._not_lent(), CHUNKS_PER_PART):
-                    self._move(index, self._target, self._lent_offset(index))
-                    moved.append(index)
-            finally:
-                self._clear(moved)
+            for index in islice(self._not_lent(), CHUNKS_PER_PART):
+                self._move(index, self._target, self._lent_offset(index))
         return next(self._not_lent(), None) is None
-
-    def _clear(self, layers: list[int]) -> None:
-        """Zero the new pages of some layers: a masked NaN is still a NaN."""
-        for index in layers:
-            self._target_bytes[index, self.layout.base_bytes :].zero_()
-        if self._target_bytes.is_cuda:
-            make: Any = torch.cuda.Event
-            self._cleared = make()
-            self._cleared.record()
 
     def load(self) -> bool:
         with _explained(MoveError):
             if not self._is_loading:
-                if self._cleared is not None and not self._cleared.query():
-                    return False  # memory that is being cleared must stay
                 for index in islice(self._not_resident(), CHUNKS_PER_PART):
                     self._move(index, self._draft, self._resident_offset(index))
                 if next(self._not_resident(), None) is not None:

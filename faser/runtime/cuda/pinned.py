@@ -25,7 +25,7 @@ HUGE_PAGE = 2 * 2**20
 
 
 def require_host_memory(num_bytes: int) -> None:
-    """ConfigError if so many bytes cannot be locked."""
+    """ConfigError if `num_bytes` cannot be locked."""
     free = free_memory_bytes()
     if num_bytes + SPARE_BYTES > free:
         raise ConfigError(

@@ -44,7 +44,7 @@ class HostDriver:
         return not (self.ranges or self.handles or self.mappings or self.pinned)
 
     def fail(self, name: str, after: int = 0) -> None:
-        """The call of this name fails once, after so many that succeed."""
+        """The call of this name fails once, after `after` calls that succeed."""
         self._failing[name] = after
 
     def _count(self, name: str) -> None:

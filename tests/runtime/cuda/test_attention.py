@@ -93,7 +93,7 @@ def make_tiles(step, rows_per_tile):
                  padded([request.size], 0, 0, device))  # fmt: skip
 
 
-def attend(step, config):
+def attend(step, config, first_key=0):
     """The kernel's result for the real rows; the padding must be unchanged."""
     shape, device = step.shape, step.qkv.device
     tiles = make_tiles(step, config.rows_per_tile)
@@ -104,20 +104,20 @@ def attend(step, config):
     workspace.log_sums.fill_(torch.nan)
     for _ in range(2):  # the second finds the workspace as the first left it
         out[: step.num_rows] = torch.nan
-        attention.attend(step.qkv, step.pages, step.table, tiles, out, workspace, config)
+        attention.attend(step.qkv, step.pages, step.table, tiles, out, workspace, config, first_key=first_key)
     assert (out[step.num_rows :] == 7).all()
     assert not workspace.arrived.any()
     return out[: step.num_rows]
 
 
-def plain_attend(step):
+def plain_attend(step, first_key=0):
     """[R, num_heads * head_dim] in float32, row by row and head by head."""
     shape = step.shape
     out = torch.zeros(step.num_rows, shape.num_heads, shape.head_dim)
     pages, qkv = step.pages.cpu().float(), step.qkv.cpu().float()
     for row, request, position in step.rows():
-        # [position + 1, 2 * num_kv_heads, head_dim]
-        seen = torch.stack([pages[step.entry(request, key)] for key in range(position + 1)])
+        # [position + 1 - first_key, 2 * num_kv_heads, head_dim]
+        seen = torch.stack([pages[step.entry(request, key)] for key in range(first_key, position + 1)])
         for head in range(shape.num_heads):
             kv_head = head // (shape.num_heads // shape.num_kv_heads)
             scores = seen[:, kv_head] @ qkv[row, head] * shape.head_dim**-0.5
@@ -131,10 +131,11 @@ def write_rows(step):
         step.pages[step.entry(request, position)] = step.qkv[row, step.shape.num_heads :]
 
 
-def assert_attends(step, config):
+def assert_attends(step, config, first_key=0):
     write_rows(step)
     tolerance = TOLERANCE[step.qkv.dtype]
-    torch.testing.assert_close(attend(step, config).float().cpu(), plain_attend(step), atol=tolerance, rtol=tolerance)
+    found, wanted = attend(step, config, first_key).float().cpu(), plain_attend(step, first_key)
+    torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
 
 
 def config_of(shape, rows_per_tile, num_splits=1, min_split=16):
@@ -160,6 +161,15 @@ def test_large_tiles_mask_only_their_last_keys(place):
     requests = [(0, 70), (33, 30), (50, 1)]
     assert_attends(make_step(Shape(), requests, place), config_of(Shape(), 16))
     assert_attends(make_step(Shape(), requests, place, seed=1), config_of(Shape(), 32, 3))
+
+
+@pytest.mark.parametrize("rows_per_tile", [4, 16])
+def test_keys_that_a_head_never_wrote_are_not_read(place, rows_per_tile):
+    """Their memory may hold anything: a weight of zero times NaN is NaN."""
+    step = make_step(Shape(), [(1, 40), (30, 5), (16, 1)], place)
+    for request in range(3):
+        step.pages[step.entry(request, 0)] = torch.nan
+    assert_attends(step, config_of(Shape(), rows_per_tile, 3), first_key=1)
 
 
 def test_a_context_shorter_than_a_split_is_not_split(place):

@@ -112,24 +112,22 @@ def test_pages_need_not_divide_a_granule():
 # ── moves ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_at_first_the_draft_is_there_and_the_pages_are_zero(rig):
+def test_at_first_the_draft_is_there(rig):
     assert rig.weights_are_right()
     assert rig.target_pages.shape[1] == rig.layout.base_pages + rig.memory.pages_gained
-    assert not rig.target_pages[:, : rig.layout.base_pages].any()
-    assert not rig.draft_pages.any()
     assert all(layer.is_contiguous() for layer in rig.target_pages)
 
 
-def test_lent_memory_holds_zeroed_pages_of_every_layer(rig):
+def test_lent_memory_holds_pages_of_every_layer(rig):
     rig.target_pages[:, : rig.layout.base_pages] = 3.0
     rig.draft_pages.fill_(float("nan"))
     finish(rig.memory.offload)
-    assert not rig.target_pages[:, rig.layout.base_pages :].any()
     rig.target_pages[:, rig.layout.base_pages :] = 5.0
+    assert (rig.target_pages[:, rig.layout.base_pages :] == 5.0).all()
     assert (rig.target_pages[:, : rig.layout.base_pages] == 3.0).all()
 
 
-def test_after_a_return_the_weights_are_right_and_the_drafts_pages_zero(rig):
+def test_after_a_return_the_weights_are_right(rig):
     address = next(rig.draft.weights()).data_ptr()
     rig.target_pages[:, : rig.layout.base_pages] = 3.0
     for _ in range(3):
@@ -138,7 +136,6 @@ def test_after_a_return_the_weights_are_right_and_the_drafts_pages_zero(rig):
         rig.target_pages[:, rig.layout.base_pages :] = float("nan")
         finish(rig.memory.load)
         assert rig.weights_are_right()
-        assert not rig.draft_pages.any()
         assert (rig.target_pages[:, : rig.layout.base_pages] == 3.0).all()
     assert next(rig.draft.weights()).data_ptr() == address
 
@@ -157,7 +154,6 @@ def test_no_memory_is_taken_or_given_up_by_moves(rig):
 def test_a_move_is_done_in_small_parts(rig, monkeypatch):
     monkeypatch.setattr(draft_memory, "CHUNKS_PER_PART", 1)
     assert finish(rig.memory.offload) == CONFIG.num_layers
-    assert not rig.target_pages[:, rig.layout.base_pages :].any()
     assert finish(rig.memory.load) == CONFIG.num_layers
     assert rig.weights_are_right()
 
@@ -187,10 +183,9 @@ def test_whatever_call_fails_the_draft_can_come_back(rig, call, after, move):
         finish(getattr(rig.memory, move))
     finish(rig.memory.load)
     assert rig.weights_are_right()
-    assert not rig.draft_pages.any()
     assert (rig.target_pages[:, : rig.layout.base_pages] == 3.0).all()
     finish(rig.memory.offload)
-    assert not rig.target_pages[:, rig.layout.base_pages :].any()
+    rig.target_pages[:, rig.layout.base_pages :] = 5.0  # the memory is there
 
 
 class SlowLoader:
@@ -245,7 +240,7 @@ def test_memory_that_is_being_loaded_is_not_lent(rig):
     assert not rig.memory.offload()
     assert rig.driver.mappings == before
     finish(rig.memory.offload)
-    assert not rig.target_pages[:, rig.layout.base_pages :].any()
+    assert rig.driver.mappings != before
 
 
 def test_the_expected_seconds_of_a_load_follow_from_the_bytes(rig):

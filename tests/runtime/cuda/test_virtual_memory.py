@@ -233,12 +233,17 @@ def take_and_give_back(num_bytes: int) -> None:
 
 @pytest.mark.gpu
 def test_the_gpus_memory_is_the_same_before_and_after():
+    """Once in twenty attempts: other tests may use the GPU meanwhile."""
     take_and_give_back(1 << 27)  # loads the kernels
     torch.cuda.empty_cache()
-    before = torch.cuda.mem_get_info()[0]
-    for _ in range(3):
-        take_and_give_back(1 << 27)
-    assert torch.cuda.mem_get_info()[0] == before
+
+    def is_the_same() -> bool:
+        before = torch.cuda.mem_get_info()[0]
+        for _ in range(3):
+            take_and_give_back(1 << 27)
+        return torch.cuda.mem_get_info()[0] == before
+
+    assert any(is_the_same() for _ in range(20))
 
 
 @pytest.mark.gpu
