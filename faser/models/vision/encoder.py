@@ -14,17 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from faser.arrays import IntArray
 from faser.models.allocation import Allocator, fill_random
 from faser.models.layers import rms_norm, rotate, silu_mul
 from faser.models.vision.config import VisionConfig
-from faser.models.vision.layout import PatchLayout, equal_segments, lay_out
+from faser.models.vision.layout import equal_segments, lay_out
 from faser.vision import Grid
 
 
@@ -58,6 +60,45 @@ class Merger:
     out_bias: Tensor  # [output size]
 
 
+@dataclass(frozen=True)
+class ForwardShape:
+    """What decides which kernels a forward launches."""
+
+    num_rows: int
+    full: tuple[tuple[int, int], ...]  # segments of attention within a grid: (length, number of this length)
+    windowed: tuple[tuple[int, int], ...]  # within a window; empty without windows
+    is_ordered: bool  # groups enter in the order given
+
+
+Array = TypeVar("Array", NDArray, Tensor)
+Converted = TypeVar("Converted", NDArray, Tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class EncoderInput(Generic[Array]):
+    """What one forward reads, on the host or on a device."""
+
+    shape: ForwardShape
+    pixels: Array  # uint8 [rows, numbers of a patch], patches in the order given
+    cos: Array  # float32 [rows, head_dim // 2] rows in the order of the layout
+    sin: Array
+    groups: Array  # int64 [tokens] which group enters at each place
+    places: Array  # int64 [tokens] where each token, in the order given, is among the groups
+    full: tuple[Array, ...]  # int64, rows of the segments of each length
+    windowed: tuple[Array, ...]
+
+    def to(self, convert: Callable[[Array], Converted]) -> EncoderInput[Converted]:
+        return EncoderInput(
+            self.shape, convert(self.pixels), convert(self.cos), convert(self.sin), convert(self.groups),
+            convert(self.places), tuple(map(convert, self.full)), tuple(map(convert, self.windowed)),
+        )  # fmt: skip
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        single: tuple[Array, ...] = (self.pixels, self.cos, self.sin, self.groups, self.places)
+        return single + self.full + self.windowed
+
+
 class VisionEncoder:
     """An encoder in memory."""
 
@@ -68,6 +109,10 @@ class VisionEncoder:
         self.patch_embedding = make.matrix(config.hidden_size, config.pixels_per_patch)
         self.blocks = tuple(_empty_block(config, make) for _ in range(config.depth))
         self.merger = _empty_merger(config, make)
+        # [numbers of a patch] float32
+        numbers = config.pixels_per_patch // config.in_channels
+        self._mean = torch.tensor(config.mean, device=device).repeat_interleave(numbers)
+        self._std = torch.tensor(config.std, device=device).repeat_interleave(numbers)
 
     @classmethod
     def random(
@@ -111,37 +156,52 @@ class VisionEncoder:
 
     def encode_together(self, grids: Sequence[Grid]) -> Tensor:
         """As `encode`, in one forward. Bits may depend on what is encoded together."""
-        layout = lay_out(grids, self.config)
-        hidden = self.embed_patches(torch.cat([self.read_pixels(grid) for grid in grids]))
-        hidden = _take_groups(hidden, layout.groups, self.config.merge_size**2)
-        hidden = self.run_blocks(hidden, layout)
-        return self.merge(hidden)[torch.from_numpy(layout.places).to(self.device)]
+        return self.forward(self.prepare(grids).to(lambda array: torch.from_numpy(array).to(self.device)))
 
-    def read_pixels(self, grid: Grid) -> Tensor:
-        """[patches, numbers of a patch], normalised. A grid of one frame stands for all frames of a patch."""
-        config = self.config
-        num_frames = grid.patches.shape[2]
-        assert num_frames in (1, config.temporal_patch_size), "a grid has one frame or those of a patch"
-        shape = (1, config.in_channels, 1, 1, 1)
-        mean = torch.tensor(config.mean, device=self.device).view(shape)
-        std = torch.tensor(config.std, device=self.device).view(shape)
-        pixels = torch.from_numpy(np.ascontiguousarray(grid.patches)).to(self.device).float()
-        pixels = (pixels * config.rescale - mean) / std
-        return pixels.expand(-1, -1, config.temporal_patch_size, -1, -1).flatten(1).to(self.dtype)
+    def prepare(self, grids: Sequence[Grid]) -> EncoderInput[NDArray]:
+        """All that a forward reads, on the host."""
+        layout, config = lay_out(grids, self.config), self.config
+        num_frames = config.temporal_patch_size
+        assert all(grid.patches.shape[2] in (1, num_frames) for grid in grids), "one frame, or those of a patch"
+        frames = [grid.patches.repeat(num_frames // grid.patches.shape[2], axis=2) for grid in grids]
+        pixels = np.concatenate(frames)
+        cos, sin = (each.numpy() for each in rotation(layout.positions, config))
+        full = equal_segments(layout.cu_grids)
+        windowed = equal_segments(layout.cu_windows) if config.groups_per_window is not None else []
+        is_ordered = bool((layout.groups == np.arange(layout.groups.size)).all())
+        return EncoderInput(
+            ForwardShape(len(pixels), _sizes(full), _sizes(windowed), is_ordered),
+            pixels.reshape(len(pixels), -1), cos, sin, layout.groups, layout.places,
+            tuple(_rows_of(starts, length) for length, starts in full),
+            tuple(_rows_of(starts, length) for length, starts in windowed),
+        )  # fmt: skip
+
+    def forward(self, given: EncoderInput[Tensor]) -> Tensor:
+        """[tokens, output size] in the order given. Neither allocates outside torch's pool nor waits."""
+        hidden = self.embed_patches(self.normalised(given.pixels))
+        if not given.shape.is_ordered:
+            groups = hidden.view(len(given.groups), self.config.merge_size**2, -1)
+            hidden = groups[given.groups].view(hidden.shape)
+        hidden = self.merge(self.run_blocks(hidden, given))
+        return hidden if given.shape.is_ordered else hidden[given.places]
+
+    def normalised(self, pixels: Tensor) -> Tensor:
+        """pixels [patches, numbers of a patch] as uint8 -> the same in the encoder's dtype."""
+        return ((pixels.float() * self.config.rescale - self._mean) / self._std).to(self.dtype)
 
     def embed_patches(self, pixels: Tensor) -> Tensor:
         """pixels [rows, numbers of a patch] -> hidden [rows, hidden]."""
         return F.linear(pixels, self.patch_embedding)
 
-    def run_blocks(self, hidden: Tensor, layout: PatchLayout) -> Tensor:
+    def run_blocks(self, hidden: Tensor, given: EncoderInput[Tensor]) -> Tensor:
         """hidden [rows, hidden], in the order of the layout, is not changed."""
-        cos, sin = rotation(layout.positions, self.config)
-        cos, sin = cos.to(self.device).unsqueeze(1), sin.to(self.device).unsqueeze(1)
-        full, windowed = (_Segments(cu_rows, self.device) for cu_rows in (layout.cu_grids, layout.cu_windows))
+        cos, sin = given.cos.unsqueeze(1), given.sin.unsqueeze(1)
+        full = [(length, rows) for (length, _), rows in zip(given.shape.full, given.full, strict=True)]
+        windowed = [(length, rows) for (length, _), rows in zip(given.shape.windowed, given.windowed, strict=True)]
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
             rotate(qkv[:, : 2 * self.config.num_heads], cos, sin)
-            return (windowed if self.config.is_windowed(layer) else full).attend(qkv)
+            return _attend(qkv, windowed if self.config.is_windowed(layer) else full)
 
         for index, block in enumerate(self.blocks):
             hidden = run_block(index, block, self.config, hidden, attend)
@@ -191,24 +251,25 @@ def rotation(positions: IntArray, config: VisionConfig) -> tuple[Tensor, Tensor]
     return angles.cos().flatten(1), angles.sin().flatten(1)
 
 
-class _Segments:
-    """Attention within segments of rows; segments of the same length attend in one call."""
+def _attend(qkv: Tensor, segments: Sequence[tuple[int, Tensor]]) -> Tensor:
+    """Within segments of rows; those of one length attend in one call.
 
-    def __init__(self, cu_rows: IntArray, device: torch.device) -> None:
-        self._parts = [(length, _rows_of(starts, length).to(device)) for length, starts in equal_segments(cu_rows)]
-
-    def attend(self, qkv: Tensor) -> Tensor:
-        """qkv [rows, 3 * num_heads, head_dim], rotated -> [rows, num_heads * head_dim]."""
-        if len(self._parts) == 1:
-            return _attend_equal(qkv, self._parts[0][0])
-        out = qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3 * qkv.shape[2])
-        for length, rows in self._parts:
-            out[rows] = _attend_equal(qkv[rows], length)
-        return out
+    qkv [rows, 3 * num_heads, head_dim], rotated -> [rows, num_heads * head_dim].
+    """
+    if len(segments) == 1:
+        return _attend_equal(qkv, segments[0][0])
+    out = qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3 * qkv.shape[2])
+    for length, rows in segments:
+        out[rows] = _attend_equal(qkv[rows], length)
+    return out
 
 
-def _rows_of(starts: IntArray, length: int) -> Tensor:
-    return torch.from_numpy((starts[:, None] + np.arange(length)).reshape(-1))
+def _sizes(segments: Sequence[tuple[int, IntArray]]) -> tuple[tuple[int, int], ...]:
+    return tuple((length, starts.size) for length, starts in segments)
+
+
+def _rows_of(starts: IntArray, length: int) -> IntArray:
+    return (starts[:, None] + np.arange(length)).reshape(-1)
 
 
 def _attend_equal(qkv: Tensor, length: int) -> Tensor:
@@ -217,14 +278,6 @@ def _attend_equal(qkv: Tensor, length: int) -> Tensor:
     parts = qkv.view(-1, length, *qkv.shape[1:]).transpose(1, 2)
     query, key, value = parts.chunk(3, dim=1)
     return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(qkv.shape[0], -1)
-
-
-def _take_groups(hidden: Tensor, groups: IntArray, group_size: int) -> Tensor:
-    """The rows of these groups, in their order."""
-    if (groups == np.arange(groups.size)).all():
-        return hidden
-    taken = hidden.view(groups.size, group_size, -1)[torch.from_numpy(groups).to(hidden.device)]
-    return taken.view(hidden.shape)
 
 
 def _empty_block(config: VisionConfig, make: Allocator) -> VisionBlock:

@@ -86,8 +86,11 @@ def least(sizes: Sequence[int], wanted: int) -> int | None:
     return next((size for size in sizes if size >= wanted), None)
 
 
-def capture(run: Callable[[], None], device: torch.device, stream: Any) -> Callable[[], None]:
-    """The replay of a graph of what `run` enqueues, captured on `stream`. Without a GPU, `run` itself."""
+def capture(run: Callable[[], None], device: torch.device, stream: Any, pool: Any = None) -> Callable[[], None]:
+    """The replay of a graph of what `run` enqueues, captured on `stream`. Without a GPU, `run` itself.
+
+    Graphs with the same `pool` share their memory: they never run at once, and leave nothing in it for others.
+    """
     if device.type != "cuda":
         return run
     run()  # kernels must be compiled outside the capture
@@ -96,7 +99,7 @@ def capture(run: Callable[[], None], device: torch.device, stream: Any) -> Calla
     was_enabled = gc.isenabled()
     gc.disable()  # garbage may hold graphs, and no graph must be freed while another is captured
     try:
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, stream=stream, pool=pool):
             run()
     finally:
         if was_enabled:

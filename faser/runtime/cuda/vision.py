@@ -1,37 +1,51 @@
 """The eyes of a target on the device: a buffer of encoded tokens, and where tokens stand in space and time.
 
 Knows which rows of a forward are encoded tokens, and the angles of M-RoPE. Knows nothing of plans in flight or of
-requests beyond their slots. `replace_rows` and `compute` neither allocate nor wait: graphs contain them. Grids are
-encoded outside of graphs, kernel by kernel.
+requests beyond their slots. `replace_rows` and `compute` neither allocate nor wait: graphs contain them. The encoder
+has graphs of its own, for small forwards whose shape comes again, as those of the frames of a video do.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
+from faser.arrays import IntArray
 from faser.models.transformer import Transformer
-from faser.models.vision.encoder import VisionEncoder
+from faser.models.vision.encoder import EncoderInput, ForwardShape, VisionEncoder
+from faser.runtime.cuda.graphs import capture
 from faser.runtime.cuda.rows import DeviceRows
 from faser.runtime.cuda.transfer import send
 from faser.step import Admission, GridWrite, VisionPlan
+from faser.vision import Grid
+
+log = logging.getLogger("faser.engine")
 
 NO_SOURCE = -1
 MAX_PATCHES = 16_384  # of one forward of the encoder: about 0.5 GiB for that of Qwen2.5-VL
+# For the encoder of Qwen2.5-VL these are about 5 ms of matrix products, and 400 launches of 2 ms (estimated).
+MAX_GRAPH_PATCHES = 4096
+MAX_GRAPHS = 32
+MAX_SHAPES = 1024  # that are remembered: pruned grids have a new shape each
 
 
 class CudaEyes:
     """The vision encoder and its buffer [buffer_rows, hidden]."""
 
     def __init__(self, encoder: VisionEncoder, buffer_rows: int, hidden_size: int, history: Tensor) -> None:
-        self._encoder = encoder
         self._buffer = torch.zeros(buffer_rows, hidden_size, dtype=encoder.dtype, device=history.device)
+        self._graphs = EncoderGraphs(encoder, self._buffer)
         # [slots, tokens] the row of the buffer that a token of a context is; NO_SOURCE: it is text
         self._sources = torch.full(history.shape, NO_SOURCE, dtype=torch.int32, device=history.device)
 
@@ -44,9 +58,7 @@ class CudaEyes:
     def encode(self, plan: VisionPlan) -> None:
         """Enqueue the encoding of a step's grids."""
         for writes in _parts(plan.writes):
-            tokens = self._encoder.encode_together([write.grid for write in writes])
-            where = send(np.concatenate([write.buffer_rows for write in writes]), self._buffer.device)
-            self._buffer.index_copy_(0, where, tokens)
+            self._graphs.encode([write.grid for write in writes], np.concatenate([each.buffer_rows for each in writes]))
 
     def set_sources(self, plan: VisionPlan) -> None:
         """Which context rows of a step are encoded tokens."""
@@ -74,6 +86,79 @@ def _parts(writes: Sequence[GridWrite]) -> Iterator[list[GridWrite]]:
         part.append(write)
     if part:
         yield part
+
+
+class EncoderGraphs:
+    """The encoder's forwards into the buffer. A shape is captured when it comes for the second time.
+
+    The GPU needs longer than the host's launches for more patches than MAX_GRAPH_PATCHES: no graph is needed there.
+    """
+
+    def __init__(self, encoder: VisionEncoder, buffer: Tensor) -> None:
+        self._encoder = encoder
+        self._buffer = buffer
+        is_on_gpu = buffer.is_cuda
+        make: Any = torch.cuda.Stream
+        self._stream = make(buffer.device) if is_on_gpu else None
+        self._pool = torch.cuda.graph_pool_handle() if is_on_gpu else None
+        self._send = partial(send, device=buffer.device)
+        self._seen: set[ForwardShape] = set()
+        self._graphs: dict[ForwardShape, _EncoderGraph | None] = {}  # None: the capture failed
+
+    @property
+    def num_captured(self) -> int:
+        return sum(graph is not None for graph in self._graphs.values())
+
+    def encode(self, grids: Sequence[Grid], buffer_rows: IntArray) -> None:
+        given = self._encoder.prepare(grids)
+        graph = self._graph(given)
+        if graph is not None:
+            graph.launch(given, buffer_rows)
+        else:
+            self._write(given.to(self._send), send(buffer_rows, self._buffer.device))
+
+    def _write(self, given: EncoderInput[Tensor], where: Tensor) -> None:
+        self._buffer.index_copy_(0, where, self._encoder.forward(given))
+
+    def _graph(self, given: EncoderInput[NDArray]) -> _EncoderGraph | None:
+        """The graph of a shape, if it has one or gets one now."""
+        shape = given.shape
+        has_room = shape.num_rows <= MAX_GRAPH_PATCHES and len(self._graphs) < MAX_GRAPHS
+        if shape in self._seen and shape not in self._graphs and has_room:
+            self._graphs[shape] = self._try_capture(given)
+        if len(self._seen) < MAX_SHAPES:
+            self._seen.add(shape)
+        return self._graphs.get(shape)
+
+    def _try_capture(self, given: EncoderInput[NDArray]) -> _EncoderGraph | None:
+        try:
+            return self._capture(given)
+        except RuntimeError as error:  # a forward without a graph may still fit
+            log.warning("a forward of the vision encoder has no graph: %s", str(error).splitlines()[0])
+            return None
+
+    def _capture(self, given: EncoderInput[NDArray]) -> _EncoderGraph:
+        # The forward runs once, into the first row, which may be in use.
+        num_tokens, device = given.places.size, self._buffer.device
+        held, where = given.to(self._send), torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        first = self._buffer[:1].clone()
+        try:
+            replay = capture(lambda: self._write(held, where), device, self._stream, self._pool)
+        finally:
+            self._buffer[:1] = first
+        return _EncoderGraph(held, where, replay)
+
+
+@dataclass(frozen=True)
+class _EncoderGraph:
+    given: EncoderInput[Tensor]  # what the graph reads
+    where: Tensor  # [tokens] rows of the buffer that it writes
+    replay: Callable[[], None]
+
+    def launch(self, given: EncoderInput[NDArray], buffer_rows: IntArray) -> None:
+        for held, new in zip((*self.given.arrays, self.where), (*given.arrays, buffer_rows), strict=True):
+            held.copy_(send(new, held.device))
+        self.replay()
 
 
 class RowAngles:

@@ -17,9 +17,10 @@ from faser.models.config import Rope
 from faser.models.transformer import Transformer
 from faser.policy import Fixed
 from faser.request import Request, SamplingParams
+from faser.runtime.cuda import vision as cuda_vision
 from faser.runtime.cuda.device import CudaDevice
 from faser.runtime.cuda.rows import DeviceRows
-from faser.runtime.cuda.vision import CudaEyes, RowAngles
+from faser.runtime.cuda.vision import CudaEyes, EncoderGraphs, RowAngles
 from faser.step import Admission, GridWrite, VisionPlan
 from tests.oracle import RandomLengths
 from tests.runtime.cuda.test_executor import on
@@ -159,6 +160,54 @@ def test_only_rows_of_pictures_are_replaced(models, device):
         hidden.fill_(1)
         eyes.replace_rows(device_rows([1, 1, 0, 1], [3, 4, 4, 5], 4, device), hidden)
     assert (hidden == 1).all(), "the slot has another request now"
+
+
+@pytest.mark.parametrize("eyes", CONFIGS)
+def test_a_forward_whose_shape_comes_again_is_captured(models, device, eyes):
+    """Every result is right: before the capture, in it and after it. Kept groups differ in place, not in number."""
+    encoder = on(models[eyes], device).vision
+    kept = [np.array(each) for each in ([0, 1, 4], [1, 2, 5], [0, 3, 4], [2, 3, 5])]  # one to three in a window
+    with torch.inference_mode():
+        buffer = torch.full((30, encoder.config.output_size), 7.0, device=device)
+        graphs, used = EncoderGraphs(encoder, buffer), np.zeros(30, dtype=bool)
+        for number, groups in enumerate(kept):
+            grids = [make_grid(4, 4, seed=number), make_grid(4, 6, seed=9 - number, kept=groups)]
+            rows = np.random.default_rng(number).permutation(np.flatnonzero(~used))[:7]
+            graphs.encode(grids, rows)
+            used[rows] = True
+            torch.testing.assert_close(buffer[torch.from_numpy(rows)], encoder.encode(grids), atol=1e-5, rtol=1e-5)
+            assert (buffer[torch.from_numpy(~used)] == 7).all(), "rows of others stay"
+    assert 1 <= graphs.num_captured <= 2
+
+
+def test_neither_large_forwards_nor_too_many_are_captured(models, device, monkeypatch):
+    encoder = on(models["plain"], device).vision
+    monkeypatch.setattr(cuda_vision, "MAX_GRAPH_PATCHES", 20)
+    monkeypatch.setattr(cuda_vision, "MAX_GRAPHS", 1)
+    buffer = torch.zeros(30, encoder.config.output_size, device=device)
+    graphs = EncoderGraphs(encoder, buffer)
+    with torch.inference_mode():
+        for number in range(9):
+            grid = make_grid(*[(4, 4), (2, 4), (4, 6)][number % 3], seed=number)
+            graphs.encode([grid], np.arange(grid.num_tokens))
+            torch.testing.assert_close(buffer[: grid.num_tokens], encoder.encode([grid]), atol=1e-5, rtol=1e-5)
+    assert graphs.num_captured == 1
+
+
+def test_a_forward_that_cannot_be_captured_runs_without_a_graph(models, device, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(cuda_vision, "capture", fail)
+    encoder, grid = on(models["plain"], device).vision, make_grid(4, 4, seed=3)
+    buffer = torch.full((8, encoder.config.output_size), 7.0, device=device)
+    graphs = EncoderGraphs(encoder, buffer)
+    with torch.inference_mode():
+        for _ in range(3):
+            graphs.encode([grid], np.arange(4, 8))
+        torch.testing.assert_close(buffer[4:], encoder.encode([grid]), atol=1e-5, rtol=1e-5)
+    assert graphs.num_captured == 0
+    assert (buffer[:4] == 7).all()
 
 
 def test_angles_are_those_of_the_model(models, device):
