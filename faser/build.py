@@ -32,7 +32,8 @@ from faser.models import weights
 from faser.models.config import ModelConfig
 from faser.models.draft import apply_patch
 from faser.models.heads import BLOCK, DraftHead
-from faser.models.source import FolderSource, GgufSource, HeadSource, PatchSource, open_draft, open_target
+from faser.models.quantised.placement import Mode, is_packed, pack_draft
+from faser.models.source import DraftSource, FolderSource, GgufSource, HeadSource, PatchSource, open_draft, open_target
 from faser.models.transformer import Transformer
 from faser.policy import Policy
 from faser.policy.early_exit import EarlyExit, can_pay
@@ -110,11 +111,24 @@ def _load_sources(model: str | None, draft: str | None, options: EngineOptions) 
     target = _load("target", source, options, device)
     if draft_source is None:
         return LoadedPair(target, draft, tokenizer)
-    if isinstance(draft_source, PatchSource):
-        return LoadedPair(target, apply_patch(target, draft_source.patch), tokenizer)
-    if isinstance(draft_source, HeadSource):
-        return LoadedPair(target, _load_head(draft_source, target), tokenizer)
-    return LoadedPair(target, _load("draft", draft_source, options, device), tokenizer)
+    loaded = _load_draft(draft_source, target, options, device)
+    return LoadedPair(target, WithLookup(loaded) if looks_up else loaded, tokenizer)
+
+
+def _load_draft(source: DraftSource, target: Transformer, options: EngineOptions, device: Device) -> DraftModel:
+    if isinstance(source, PatchSource):
+        patched = apply_patch(target, source.patch)
+        return pack_draft(patched, target) if is_packed(target) else patched
+    if isinstance(source, HeadSource):
+        return _load_head(source, target)
+    return _load("draft", source, options, device)
+
+
+def _model_of(draft: Draft) -> DraftModel | None:
+    """The model or head of a draft, if it has one."""
+    if isinstance(draft, WithLookup):
+        return draft.draft
+    return draft if isinstance(draft, DraftModel) else None
 
 
 def _load(role: str, source: FolderSource | GgufSource, options: EngineOptions, device: Device) -> Transformer:
@@ -123,7 +137,13 @@ def _load(role: str, source: FolderSource | GgufSource, options: EngineOptions, 
         most = min(most, options.max_model_len or most)
     dtype = _dtype(options, source.config, device)
     with _loading(role, dtype) as update:
-        return source.load(dtype, most, update, device.name)
+        return source.load(dtype, most, update, device.name, _quantised(source, options, device))
+
+
+def _quantised(source: FolderSource | GgufSource, options: EngineOptions, device: Device) -> Mode:
+    """A user who names a dtype of a GGUF file on a CPU wants products in it. A GPU takes its blocks when told to."""
+    is_dequantised = isinstance(source, GgufSource) and (device.name != "cpu" or options.dtype != "auto")
+    return "off" if options.quantised == "auto" and is_dequantised else options.quantised
 
 
 def _load_head(source: HeadSource, target: Transformer) -> DraftHead:
@@ -253,6 +273,10 @@ def _make_exits(made: _Made, options: EngineOptions, cost: ProfiledCost | None) 
     if made.has_head:
         if mode == "on":
             raise ConfigError("early_exit=on: a draft head needs the features of whole verifications; leave it out")
+        return None
+    if not made.target.has_head_rows:
+        if mode == "on":
+            raise ConfigError("early_exit=on: the model's head is quantised and packed; give --quantised off too")
         return None
     if made.draft is None or mode == "off" or (mode == "auto" and not has_price):
         return None

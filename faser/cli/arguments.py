@@ -91,6 +91,11 @@ def _add_engine_sizes(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
     )
     add("--device", default="auto", help="auto (a GPU if there is one), cpu or cuda")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    add(
+        "--quantised", choices=("auto", "on", "off"), default="auto",
+        help="multiply by quantised weights as they are stored: auto (on a CPU where that is faster, GGUF files only "
+        "without a named --dtype; default), on, or off (dequantise them when loading)",
+    )  # fmt: skip
     add("--max-model-len", type=int, metavar="N", help="tokens of one request; default: the model's context length")
     add("--max-running", type=int, metavar="N", help="requests in one batch; default: 64 on a CPU, 256 on a GPU")
     add("--max-batch-tokens", type=int, metavar="N", help="rows in one step; default: 1024 on a CPU, 4096 on a GPU")
@@ -146,8 +151,8 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
 def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of EngineOptions, which `LLM` takes too."""
     names = (
-        "policy", "device", "dtype", "max_model_len", "max_running", "max_batch_tokens", "max_step_ms", "page_size",
-        "profile", "early_exit", "overlap", "offload",
+        "policy", "device", "dtype", "quantised", "max_model_len", "max_running", "max_batch_tokens", "max_step_ms",
+        "page_size", "profile", "early_exit", "overlap", "offload",
     )  # fmt: skip
     return {
         **{name: getattr(args, name) for name in names},

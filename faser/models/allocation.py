@@ -12,16 +12,19 @@ from torch import Tensor
 
 
 class Allocator:
-    """Allocates tensors; matrices in the storage order that is fast on the device."""
+    """Allocates tensors; matrices in the storage order that is fast on the device, or, if told so, without memory."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, only_vectors: bool = False) -> None:
         self.dtype = dtype
         self.device = device
+        self.only_vectors = only_vectors
 
     def vector(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def matrix(self, num_out: int, num_in: int) -> Tensor:
+        if self.only_vectors:
+            return torch.empty(num_out, num_in, dtype=self.dtype, device="meta")
         if self.device.type == "cpu":
             return self.vector(num_in, num_out).t()
         return self.vector(num_out, num_in)

@@ -15,6 +15,7 @@ from typing import Any
 
 from faser.errors import ConfigError, ModelError, UnsupportedModel
 from faser.models.fields import REQUIRED, Fields, is_id, optional_id, read_object
+from faser.models.quantisation import Quantisation, read_quantisation
 from faser.models.vision import config as eyes
 from faser.models.vision.config import VisionConfig
 from faser.models.vision.settings import read_pixels
@@ -73,6 +74,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: str = "float32"  # of the checkpoint, not of the loaded model
+    quantisation: Quantisation | None = None  # of the checkpoint's matrices
     vision: VisionConfig | None = None  # the eyes of a vision-language model
 
     @classmethod
@@ -121,6 +123,7 @@ class ModelConfig:
             eos_token_ids=_eos_token_ids(fields, generation),
             bos_token_id=optional_id(fields, "bos_token_id"),
             dtype=_dtype(fields),
+            quantisation=read_quantisation(fields),
         )
         refuse_shapes(config, where)
         return config

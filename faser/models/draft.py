@@ -22,6 +22,7 @@ from faser.errors import ConfigError, ModelError
 from faser.models import gguf
 from faser.models.config import ModelConfig
 from faser.models.gguf.reader import gguf_package
+from faser.models.quantised import dequantise
 from faser.models.transformer import Transformer
 
 ARCHITECTURE = "faser-draft"
@@ -51,7 +52,8 @@ def apply_patch(target: Transformer, patch: Patch) -> Transformer:
     ):
         for name, tensor in layer.tensors().items():
             if name in MATRICES:
-                tensor.copy_(getattr(target.layers[source], name).float() + difference[name].to(tensor.device).float())
+                own = dequantise(getattr(target.layers[source], name))
+                tensor.copy_(own + difference[name].to(tensor.device).float())
             else:
                 tensor.copy_(norms[name])
     return draft

@@ -23,6 +23,8 @@ from faser.models.fields import read_object
 from faser.models.gguf.tokenizer import read_vocabulary
 from faser.models.heads import DraftHead, HeadConfig, load_head, read_head_config
 from faser.models.heads.load import PICKLED_FILE
+from faser.models.quantised import folders
+from faser.models.quantised.placement import Mode
 from faser.models.transformer import Transformer
 from faser.models.vision.settings import read_settings
 from faser.progress import Update
@@ -45,8 +47,12 @@ class FolderSource:
     path: Path
     config: ModelConfig
 
-    def load(self, dtype: torch.dtype, max_positions: int, progress: Update, device: str) -> Transformer:
-        return weights.load(self.path, self.config, dtype, device, progress, max_positions)
+    def load(
+        self, dtype: torch.dtype, max_positions: int, progress: Update, device: str, quantised: Mode = "off"
+    ) -> Transformer:
+        if self.config.quantisation is None:
+            return weights.load(self.path, self.config, dtype, device, progress, max_positions)
+        return folders.load(self.path, self.config, dtype, device, progress, max_positions, quantised)
 
     def tokenizer(self) -> Tokenizer | None:
         return Tokenizer.from_folder(self.path) if (self.path / TOKENIZER_FILE).is_file() else None
@@ -73,8 +79,10 @@ class GgufSource:
     path: Path
     config: ModelConfig
 
-    def load(self, dtype: torch.dtype, max_positions: int, progress: Update, device: str) -> Transformer:
-        return gguf.load(self.path, self.config, dtype, device, progress, max_positions)
+    def load(
+        self, dtype: torch.dtype, max_positions: int, progress: Update, device: str, quantised: Mode = "off"
+    ) -> Transformer:
+        return gguf.load(self.path, self.config, dtype, device, progress, max_positions, quantised)
 
     def tokenizer(self) -> Tokenizer | None:
         return gguf.load_tokenizer(self.path)

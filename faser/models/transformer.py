@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,8 @@ from faser.errors import ConfigError
 from faser.models.allocation import Allocator, fill_random
 from faser.models.config import ModelConfig
 from faser.models.layers import look_up, rms_norm, rms_norm_heads_, rope_tables, silu_mul
+from faser.models.quantised.matrix import Weight, add_linear, format_of, linear, tensors_of
+from faser.models.quantised.packed import PackedMatrix
 from faser.models.vision.encoder import VisionEncoder
 
 # (layer index, qkv [rows, num_heads + 2 * num_kv_heads, head_dim]) -> [rows, num_heads * head_dim]. The heads are
@@ -39,18 +42,23 @@ class Layer:
     """The weights of one layer. Rows of qkv: queries, keys, values. Rows of gate_up: gate, then up."""
 
     attention_norm: Tensor  # [hidden]
-    qkv: Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]; twice hidden in an EAGLE-3 head
+    qkv: Weight  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]; twice hidden in an EAGLE-3 head
     qkv_bias: Tensor | None  # [(num_heads + 2 * num_kv_heads) * head_dim]
     qk_norm: Tensor | None  # [num_heads + num_kv_heads, head_dim]: a row per head applies both norms at once
-    out: Tensor  # [hidden, num_heads * head_dim]
+    out: Weight  # [hidden, num_heads * head_dim]
     out_bias: Tensor | None  # [hidden]
     mlp_norm: Tensor  # [hidden]
-    gate_up: Tensor  # [2 * intermediate, hidden]
-    down: Tensor  # [hidden, intermediate]
+    gate_up: Weight  # [2 * intermediate, hidden]
+    down: Weight  # [hidden, intermediate]
 
     def tensors(self) -> dict[str, Tensor]:
-        """By field, without those that the model does not have."""
-        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+        """By field, without those that the model does not have; several of a quantised matrix."""
+        weights = {name: weight for name, weight in vars(self).items() if weight is not None}
+        return {
+            name if part == "weight" else f"{name}.{part}": tensor
+            for name, weight in weights.items()
+            for part, tensor in tensors_of(weight).items()
+        }
 
 
 class Transformer:
@@ -62,7 +70,7 @@ class Transformer:
         embedding: Tensor,  # [vocab_size, hidden]
         layers: tuple[Layer, ...],
         final_norm: Tensor,  # [hidden]
-        head: Tensor,  # [vocab_size, hidden]; the embedding itself where tied
+        head: Weight,  # [vocab_size, hidden]; the embedding itself where tied and not quantised
         max_positions: int | None = None,
         vocabulary: Tensor | None = None,  # [short] token ids of the head's rows; None: all tokens
         vision: VisionEncoder | None = None,
@@ -88,9 +96,10 @@ class Transformer:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         max_positions: int | None = None,
+        without_matrices: bool = False,
     ) -> Transformer:
-        """A model whose weights are allocated but not written."""
-        make = Allocator(dtype, torch.device(device))
+        """A model whose weights are allocated but not written; `without_matrices`: those take no memory."""
+        make = Allocator(dtype, torch.device(device), without_matrices)
         embedding = make.vector(config.vocab_size, config.hidden_size)
         layers = tuple(empty_layer(config, make) for _ in range(config.num_layers))
         head = embedding if config.tie_embeddings else make.matrix(config.vocab_size, config.hidden_size)
@@ -106,11 +115,11 @@ class Transformer:
         """
         make = Allocator(owner.dtype, owner.device)
         layers = tuple(empty_layer(config, make) for _ in range(config.num_layers))
-        head = owner.head
+        head: Weight = owner.head
         if short_vocabulary is not None:
             short_vocabulary = short_vocabulary.to(owner.device)
             head = make.matrix(len(short_vocabulary), config.hidden_size)
-            head.copy_(owner.head[short_vocabulary])
+            head.copy_(owner.head_rows(short_vocabulary))
         norm = make.vector(config.hidden_size)
         return cls(config, owner.embedding, layers, norm, head, owner.max_positions, short_vocabulary)
 
@@ -148,6 +157,11 @@ class Transformer:
         """Bytes of the weights without the position tables; a tied head counts once."""
         return sum(weight.numel() * weight.element_size() for weight in self.weights())
 
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """How its matrices are stored: a dtype, or formats of quantised weights."""
+        return tuple(dict.fromkeys(map(format_of, matrices_of(self))))
+
     def weights(self) -> Iterator[Tensor]:
         """Every weight once, those of the eyes too; a tied head is not repeated."""
         yield self.embedding
@@ -155,7 +169,7 @@ class Transformer:
             yield from layer.tensors().values()
         yield self.final_norm
         if self.head is not self.embedding:
-            yield self.head
+            yield from tensors_of(self.head).values()
         if self.vision is not None:
             yield from self.vision.weights()
 
@@ -190,8 +204,32 @@ class Transformer:
     def shortlist_logits(self, hidden: Tensor, candidates: int, token_ids: Tensor) -> Tensor:
         """[rows, candidates + 1]: the logits of tokens 0 … candidates - 1, then that of each row's own token."""
         normed = rms_norm(hidden, self.final_norm, self.config.norm_eps)
-        own = (normed.float() * self.head[token_ids].float()).sum(-1, keepdim=True)
-        return torch.cat((apply_head(normed, self.head[:candidates]).float(), own), dim=1)
+        own = (normed.float() * self.head_rows(token_ids).float()).sum(-1, keepdim=True)
+        first = self.head[:candidates] if isinstance(self.head, Tensor) else self.head.select(slice(candidates))
+        return torch.cat((apply_head(normed, first).float(), own), dim=1)
+
+    @property
+    def has_head_rows(self) -> bool:
+        is_cpu = self.device.type == "cpu"
+        can_select = isinstance(self.head, Tensor) or (is_cpu and not isinstance(self.head, PackedMatrix))
+        return self.config.tie_embeddings or can_select
+
+    def head_rows(self, token_ids: Tensor) -> Tensor:
+        """Rows [len(token_ids), hidden] of the head, dequantised. Packed rows cannot be had (`has_head_rows`)."""
+        if self.config.tie_embeddings:
+            return self.embedding[token_ids]
+        return self.head[token_ids] if isinstance(self.head, Tensor) else self.head.select(token_ids).dequantise()
+
+
+class HasMatrices(Protocol):
+    """A model, or a draft head."""
+
+    layers: tuple[Layer, ...]
+    head: Weight
+
+
+def matrices_of(model: HasMatrices) -> list[Weight]:
+    return [*(m for each in model.layers for m in (each.qkv, each.out, each.gate_up, each.down)), model.head]
 
 
 def run_layer(index: int, layer: Layer, config: ModelConfig, hidden: Tensor, attend: Attend) -> Tensor:
@@ -203,16 +241,16 @@ def run_normed(
     index: int, layer: Layer, config: ModelConfig, residual: Tensor, normed: Tensor, attend: Attend
 ) -> Tensor:
     """One layer whose attention reads `normed` [rows, columns of layer.qkv] and adds to `residual` [rows, hidden]."""
-    qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(
+    qkv = linear(normed, layer.qkv, layer.qkv_bias).view(
         -1, config.num_heads + 2 * config.num_kv_heads, config.head_dim
     )
     if layer.qk_norm is not None:
         rms_norm_heads_(qkv[:, : -config.num_kv_heads], layer.qk_norm, config.norm_eps)
-    hidden = torch.addmm(residual, attend(index, qkv), layer.out.t())
+    hidden = add_linear(residual, attend(index, qkv), layer.out)
     if layer.out_bias is not None:
         hidden.add_(layer.out_bias)
-    gate_up = F.linear(rms_norm(hidden, layer.mlp_norm, config.norm_eps), layer.gate_up)
-    return torch.addmm(hidden, silu_mul(gate_up), layer.down.t())
+    gate_up = linear(rms_norm(hidden, layer.mlp_norm, config.norm_eps), layer.gate_up)
+    return add_linear(hidden, silu_mul(gate_up), layer.down)
 
 
 def empty_layer(config: ModelConfig, make: Allocator, num_inputs: int | None = None) -> Layer:
@@ -232,8 +270,10 @@ def empty_layer(config: ModelConfig, make: Allocator, num_inputs: int | None = N
     )
 
 
-def apply_head(x: Tensor, weight: Tensor) -> Tensor:
+def apply_head(x: Tensor, weight: Weight) -> Tensor:
     """x @ weight^T, contiguous; for a row-major weight on a CPU, by the product that is faster at these rows."""
+    if not isinstance(weight, Tensor):
+        return weight.product(x)
     if x.shape[0] in _SWAPPED_HEAD_ROWS and not x.is_cuda and weight.is_contiguous():
         return (weight @ x.t()).t().contiguous()
     return F.linear(x, weight)

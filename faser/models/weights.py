@@ -23,6 +23,7 @@ from faser.errors import ConfigError, MissingPackage, ModelError, UnsupportedMod
 from faser.extras import install_hint
 from faser.models.config import DTYPES, ModelConfig
 from faser.models.fields import read_object
+from faser.models.quantised.matrix import plain
 from faser.models.transformer import Layer, Transformer
 from faser.models.vision.names import canonical_name, vision_tensors
 from faser.progress import Update
@@ -33,6 +34,7 @@ INDEX_FILE = "model.safetensors.index.json"
 _PIECE_BYTES = 16 << 20  # read at a time
 _READERS = 8  # threads that load to a GPU: one alone copies from the file cache far slower than the bus can
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_STORED_DTYPES = {**_DTYPES, "F8_E4M3": torch.float8_e4m3fn, "I32": torch.int32, "I64": torch.int64}
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.json", "model*.safetensors", "tokenizer*", "*.jinja", "mask_embedding.pt"]
 _NAMES_SHOWN = 4
@@ -108,13 +110,12 @@ def load(
     max_positions: int | None = None,
 ) -> Transformer:
     """Read the weights of `folder` tensor by tensor into their final places; peak memory is about the model's own."""
-    catalogue = read_catalogue(Path(folder))
-    if config.vision is not None:
-        catalogue = {canonical_name(name): entry for name, entry in catalogue.items()}
+    assert config.quantisation is None, "quantised folders are read by faser.models.quantised.folders"
+    catalogue = read_model_catalogue(Path(folder), config)
+    expected = destinations_of(Transformer.empty(config, dtype, "meta", max_positions=1))  # takes no memory
+    _check_catalogue(Path(folder), catalogue, expected, config.tie_embeddings)
     model = Transformer.empty(config, dtype, device, max_positions)
-    destinations = destinations_of(model)
-    _check_catalogue(Path(folder), catalogue, destinations, config.tie_embeddings)
-    fill(destinations, catalogue, progress)
+    fill(destinations_of(model), catalogue, progress)
     return model
 
 
@@ -130,11 +131,11 @@ class CheckpointTensor:
     @property
     def row_bytes(self) -> int:
         """Bytes of one index of the first dimension."""
-        return _DTYPES[self.dtype].itemsize * torch.Size(self.shape[1:]).numel()
+        return _STORED_DTYPES[self.dtype].itemsize * torch.Size(self.shape[1:]).numel()
 
     @property
     def num_bytes(self) -> int:
-        return self.row_bytes * self.shape[0]
+        return self.row_bytes * (self.shape[0] if self.shape else 1)
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def destinations_of(model: Transformer) -> dict[str, Destination]:
         "model.norm.weight": whole(model.final_norm),
     }
     if not model.config.tie_embeddings:
-        destinations["lm_head.weight"] = whole(model.head)
+        destinations["lm_head.weight"] = whole(plain(model.head))
     for index, layer in enumerate(model.layers):
         for name, destination in layer_destinations(layer, model.config).items():
             destinations[f"model.layers.{index}.{name}"] = destination
@@ -166,12 +167,12 @@ def layer_destinations(layer: Layer, config: ModelConfig) -> dict[str, Destinati
     destinations = {
         "input_layernorm.weight": whole(layer.attention_norm),
         "post_attention_layernorm.weight": whole(layer.mlp_norm),
-        "self_attn.o_proj.weight": whole(layer.out),
-        "mlp.down_proj.weight": whole(layer.down),
+        "self_attn.o_proj.weight": whole(plain(layer.out)),
+        "mlp.down_proj.weight": whole(plain(layer.down)),
     }
-    gate, up = torch.split(layer.gate_up, config.intermediate_size)
+    gate, up = torch.split(plain(layer.gate_up), config.intermediate_size)
     destinations |= {"mlp.gate_proj.weight": whole(gate), "mlp.up_proj.weight": whole(up)}
-    destinations |= _qkv_destinations(layer.qkv, "weight", config)
+    destinations |= _qkv_destinations(plain(layer.qkv), "weight", config)
     if layer.qkv_bias is not None:
         destinations |= _qkv_destinations(layer.qkv_bias, "bias", config)
     if layer.out_bias is not None:
@@ -256,10 +257,23 @@ def _read(part: CheckpointTensor, buffer: Tensor) -> Tensor:
         file.seek(part.offset)
         if file.readinto(memory.numpy().data) != part.num_bytes:
             raise _broken(part.path, EOFError("it has become shorter"))
-    return memory.view(_DTYPES[part.dtype]).view(part.shape)
+    return memory.view(_STORED_DTYPES[part.dtype]).view(part.shape)
+
+
+def read_tensor(entry: CheckpointTensor) -> Tensor:
+    """A whole tensor in memory of its own."""
+    return _read(entry, torch.empty(entry.num_bytes, dtype=torch.uint8))
 
 
 # ---- what the folder holds ----
+
+
+def read_model_catalogue(folder: Path, config: ModelConfig) -> dict[str, CheckpointTensor]:
+    """Every tensor of a model by name; those of eyes under the names of one layout."""
+    catalogue = read_catalogue(folder)
+    if config.vision is None:
+        return catalogue
+    return {canonical_name(name): entry for name, entry in catalogue.items()}
 
 
 def read_catalogue(folder: Path) -> dict[str, CheckpointTensor]:
@@ -324,10 +338,14 @@ def _broken(path: Path, error: Exception) -> ModelError:
 def _check_catalogue(
     folder: Path, catalogue: Mapping[str, CheckpointTensor], destinations: Mapping[str, Destination], is_tied: bool
 ) -> None:
-    # Rotary frequencies of older tools and the copy of a tied head may be there, unneeded.
-    needed = {name for name in catalogue if not name.endswith(_UNNEEDED)}
-    check_names(folder, needed - {"lm_head.weight"} if is_tied else needed, destinations, "config.json")
+    check_names(folder, needed_names(catalogue, is_tied), destinations.keys(), "config.json")
     check_tensors(catalogue, destinations)
+
+
+def needed_names(catalogue: Iterable[str], is_tied: bool) -> set[str]:
+    """Without rotary frequencies of older tools and the copy of a tied head."""
+    needed = {name for name in catalogue if not name.endswith(_UNNEEDED)}
+    return needed - {"lm_head.weight"} if is_tied else needed
 
 
 def check_tensors(catalogue: Mapping[str, CheckpointTensor], destinations: Mapping[str, Destination]) -> None:
@@ -341,9 +359,9 @@ def check_tensors(catalogue: Mapping[str, CheckpointTensor], destinations: Mappi
         check_shape(entry.path, name, entry.shape, destination.shape, "config.json")
 
 
-def check_names(path: Path, found: Set[str], expected: Mapping[str, Destination], origin: str) -> None:
+def check_names(path: Path, found: Set[str], expected: Set[str], origin: str) -> None:
     """Refuse a model whose file lacks a tensor that `origin` describes, or has one that it does not describe."""
-    missing, unexpected = expected.keys() - found, found - expected.keys()
+    missing, unexpected = expected - found, found - expected
     if missing:
         raise ModelError(f"{path}: the model lacks {list_names(missing)}; {origin} asks for them")
     if unexpected:

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from faser.errors import MissingPackage, ModelError, UnsupportedModel
@@ -25,6 +26,9 @@ from faser.models.fields import Fields
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
+MAX_LIST = (
+    2**23
+)  # items of a list in the metadata, each an object of Python; a vocabulary has 300,000 and its merges more
 TENSOR_TYPES = (
     *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     *("IQ4_NL", "IQ4_XS"),  # what llama.cpp puts into Q2_K and Q3_K files where a row is no multiple of 256
@@ -193,6 +197,8 @@ class _Cursor:
         raise self.garbled(f"a value of the unknown type {kind}")
 
     def _array(self, kind: int, count: int) -> list[Any]:
+        if count > MAX_LIST and count <= len(self.data):  # beyond that, the file is too short, which is said below
+            raise self.garbled(f"a list of {count}")
         if kind in self.SCALARS:
             return list(self.numbers(self.SCALARS[kind], count))
         if kind == self.STRING:
@@ -246,14 +252,20 @@ def block_format(number: int) -> tuple[str, int, int]:
 def read_rows(file: BinaryIO, path: Path, tensor: StoredTensor, start: int, stop: int) -> Tensor:
     """Rows start to stop - 1 in float32. A vector is always read whole."""
     package = gguf_package()
-    num_bytes = tensor.num_bytes if len(tensor.shape) == 1 else (stop - start) * tensor.row_bytes
-    file.seek(tensor.start + (0 if len(tensor.shape) == 1 else start * tensor.row_bytes))
-    raw = np.fromfile(file, dtype=np.uint8, count=num_bytes)
-    if len(raw) < num_bytes:
-        raise ModelError(f"{path}: {tensor.name} ends too early; the file has changed: load it again")
+    raw = read_bytes(file, path, tensor, start, stop)
     try:
         # As one row of blocks: blocks know nothing of rows, and the package is slow per group of 16 rows.
         values = package.quants.dequantize(raw[None], package.GGMLQuantizationType[tensor.type])
     except (KeyError, NotImplementedError) as error:
         raise UnsupportedModel(f"{path}: {tensor.name}: the tensor type {tensor.type} is not supported") from error
     return torch.from_numpy(values).view(stop - start, *tensor.shape[1:])
+
+
+def read_bytes(file: BinaryIO, path: Path, tensor: StoredTensor, start: int, stop: int) -> NDArray[np.uint8]:
+    """The blocks of rows start to stop - 1. A vector is always read whole."""
+    num_bytes = tensor.num_bytes if len(tensor.shape) == 1 else (stop - start) * tensor.row_bytes
+    file.seek(tensor.start + (0 if len(tensor.shape) == 1 else start * tensor.row_bytes))
+    raw = np.fromfile(file, dtype=np.uint8, count=num_bytes)
+    if len(raw) < num_bytes:
+        raise ModelError(f"{path}: {tensor.name} ends too early; the file has changed: load it again")
+    return raw

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -11,8 +11,11 @@ from torch import Tensor
 
 from faser.models import weights
 from faser.models.config import ModelConfig
+from faser.models.gguf.blocks import KEPT_TYPES, to_matrix
 from faser.models.gguf.config import refuse_unsupported
-from faser.models.gguf.reader import GgufFile, StoredTensor, open_file, read_rows
+from faser.models.gguf.reader import GgufFile, StoredTensor, open_file, read_bytes, read_rows
+from faser.models.quantised import Weight
+from faser.models.quantised.placement import Mode, Placement, assemble
 from faser.models.transformer import Transformer
 from faser.progress import Update
 
@@ -46,26 +49,80 @@ def load(
     device: torch.device | str = "cpu",
     progress: Update | None = None,
     max_positions: int | None = None,
+    quantised: Mode = "off",
 ) -> Transformer:
-    """Dequantise the weights piece by piece into a new model; peak memory is about that of the model."""
+    """Read the weights piece by piece into a new model; peak memory is about that of the model.
+
+    `quantised`: whether matrices stay in their blocks, as `Placement.choose` says; else all are dequantised.
+    """
     header = open_file(path)
     refuse_unsupported(header)
+    _check(header, config, dtype)
+    placement = Placement.choose(quantised, dtype, device)
+    model = Transformer.empty(config, dtype, device, max_positions, without_matrices=placement.keeps)
+    with header.path.open("rb") as file:
+        loading = _Loading(header, file, config.head_dim, progress)
+        for name, destination in loading.in_order(_destinations_of(model)):
+            loading.copy(name, destination.tensor)
+        if not placement.keeps:
+            return model
+        head = None if config.tie_embeddings else "lm_head"
+        if config.tie_embeddings and header.tensors[_gguf_name("model.embed_tokens.weight")].type in KEPT_TYPES:
+            head = "model.embed_tokens"
+        return assemble(model, loading.read, placement, head)
+
+
+def _check(header: GgufFile, config: ModelConfig, dtype: torch.dtype) -> None:
+    """Refuse a file that does not hold the tensors of the config."""
     expected = _destinations_of(Transformer.empty(config, dtype, "meta", max_positions=1))  # takes no memory
     needed = {name for name in header.tensors if not name.endswith(_HARMLESS)}
-    weights.check_names(header.path, needed, expected, "the metadata")
+    weights.check_names(header.path, needed, expected.keys(), "the metadata")
     for name, destination in expected.items():
         weights.check_shape(header.path, name, header.tensors[name].shape, destination.shape, "the metadata")
-    model = Transformer.empty(config, dtype, device, max_positions)
-    destinations = _destinations_of(model)
-    done, total = 0, sum(header.tensors[name].num_bytes for name in destinations)
-    with header.path.open("rb") as file:
-        for name in sorted(destinations, key=lambda name: header.tensors[name].start):
-            head_dim = config.head_dim if _is_interleaved(header, name) else None
-            for num_bytes in _copy(file, header.path, header.tensors[name], destinations[name].tensor, head_dim):
-                done += num_bytes
-                if progress is not None:
-                    progress(done, total)
-    return model
+
+
+class _Loading:
+    """A file that is being read, and how far."""
+
+    def __init__(self, header: GgufFile, file: BinaryIO, head_dim: int, progress: Update | None) -> None:
+        self._header = header
+        self._file = file
+        self._head_dim = head_dim
+        self._progress = progress
+        self._done = 0
+        self._total = sum(tensor.num_bytes for tensor in header.tensors.values())
+
+    def in_order(self, destinations: Mapping[str, weights.Destination]) -> list[tuple[str, weights.Destination]]:
+        """Those that have memory, as they follow each other in the file."""
+        written = [(name, each) for name, each in destinations.items() if not each.tensor.is_meta]
+        return sorted(written, key=lambda each: self._header.tensors[each[0]].start)
+
+    def copy(self, name: str, destination: Tensor) -> None:
+        """Dequantise a tensor into its place."""
+        tensor, head_dim = self._header.tensors[name], self._interleaved_head_dim(name)
+        for num_bytes in _copy(self._file, self._header.path, tensor, destination, head_dim):
+            self._advance(num_bytes)
+
+    def read(self, name: str) -> Weight:
+        """A matrix by its name in a checkpoint: in its blocks, or dequantised where its type is not kept."""
+        name = _gguf_name(f"{name}.weight")
+        tensor, head_dim = self._header.tensors[name], self._interleaved_head_dim(name)
+        if tensor.type not in KEPT_TYPES:
+            values = torch.empty(tensor.shape)
+            self.copy(name, values)
+            return values
+        raw = read_bytes(self._file, self._header.path, tensor, 0, tensor.shape[0])
+        matrix = to_matrix(raw, tensor.type, tensor.shape[0])
+        self._advance(tensor.num_bytes)
+        return matrix if head_dim is None else matrix.select(_deinterleave(torch.arange(tensor.shape[0]), head_dim))
+
+    def _interleaved_head_dim(self, name: str) -> int | None:
+        return self._head_dim if _is_interleaved(self._header, name) else None
+
+    def _advance(self, num_bytes: int) -> None:
+        self._done = min(self._done + num_bytes, self._total)  # a tied head is read twice
+        if self._progress is not None:
+            self._progress(self._done, self._total)
 
 
 def _destinations_of(model: Transformer) -> dict[str, weights.Destination]:

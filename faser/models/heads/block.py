@@ -15,6 +15,7 @@ from torch import Tensor
 from faser.models.allocation import Allocator
 from faser.models.heads.head import DraftHead
 from faser.models.layers import rms_norm, rms_norm_heads_
+from faser.models.quantised.matrix import plain
 from faser.models.transformer import Attend, apply_head, run_layer
 
 
@@ -56,7 +57,7 @@ class BlockHead(DraftHead):
         weights, config = self.layers[layer], self.config
         first = config.num_heads * config.head_dim
         bias = None if weights.qkv_bias is None else weights.qkv_bias[first:]
-        kv = F.linear(fused, weights.qkv[first:], bias).view(-1, 2 * config.num_kv_heads, config.head_dim)
+        kv = F.linear(fused, plain(weights.qkv)[first:], bias).view(-1, 2 * config.num_kv_heads, config.head_dim)
         if weights.qk_norm is not None:
             rms_norm_heads_(kv[:, : config.num_kv_heads], weights.qk_norm[config.num_heads :], config.norm_eps)
         return kv

@@ -19,6 +19,7 @@ from faser.errors import ModelError
 from faser.models.allocation import Allocator, fill_random
 from faser.models.heads.config import HeadConfig
 from faser.models.layers import look_up, rms_norm, rope_tables
+from faser.models.quantised.matrix import Weight, plain, tensors_of
 from faser.models.transformer import Transformer, apply_head, empty_layer
 
 
@@ -50,7 +51,7 @@ class DraftHead(ABC):
         vocab_size, num_rows, hidden = config.vocab_size, head_config.num_output_rows, config.hidden_size
         # [vocab_size, hidden], [output rows, hidden]
         self.embedding = make.vector(vocab_size, hidden) if self.owns_embedding else target.embedding.to(dtype)
-        self.head = make.matrix(num_rows, hidden) if self.owns_head else target.head.to(dtype)
+        self.head: Weight = make.matrix(num_rows, hidden) if self.owns_head else _shared(target.head, dtype)
         # [output rows] token ids; None: all tokens
         self.vocabulary = torch.arange(num_rows, device=target.device) if head_config.is_short else None
         num_inputs = hidden * self.inputs_per_layer
@@ -113,7 +114,7 @@ class DraftHead(ABC):
         if not self.owns_embedding:
             yield self.embedding
         if not self.owns_head and self.head is not self.embedding:
-            yield self.head
+            yield from tensors_of(self.head).values()
 
     def own_weights(self) -> Iterator[Tensor]:
         """Every weight that is not the target's."""
@@ -125,7 +126,7 @@ class DraftHead(ABC):
         yield from self._further().values()
         yield self.final_norm
         if self.owns_head:
-            yield self.head
+            yield plain(self.head)
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """As `Transformer.rotation`."""
@@ -153,3 +154,8 @@ class DraftHead(ABC):
             generator = torch.Generator().manual_seed(seed)
             chosen = torch.randperm(self.config.vocab_size, generator=generator)[: len(self.vocabulary)]
             self.vocabulary.copy_(chosen.sort().values)
+
+
+def _shared(weight: Weight, dtype: torch.dtype) -> Weight:
+    """A quantised head serves any dtype."""
+    return weight.to(dtype) if isinstance(weight, Tensor) else weight

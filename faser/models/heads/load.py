@@ -25,6 +25,7 @@ from faser.models.heads.block import BlockHead
 from faser.models.heads.config import EAGLE3, HeadConfig
 from faser.models.heads.eagle3 import Eagle3Head
 from faser.models.heads.head import DraftHead
+from faser.models.quantised.matrix import plain
 from faser.models.transformer import Transformer
 from faser.models.weights import CheckpointTensor, Destination, whole
 from faser.progress import Update
@@ -59,7 +60,7 @@ def load_head(
     destinations = destinations_of(head)
     vocabulary = _read_vocabulary(folder, checkpoint, head_config)
     unneeded = {name for name in catalogue if name in (_OFFSETS, _IS_DRAFTED) or name.endswith("rotary_emb.inv_freq")}
-    weights.check_names(folder, catalogue.keys() - unneeded, destinations, "config.json")
+    weights.check_names(folder, catalogue.keys() - unneeded, destinations.keys(), "config.json")
     weights.check_tensors(catalogue, destinations)
     checkpoint.fill(destinations, progress)
     if head.vocabulary is not None and vocabulary is not None:
@@ -163,7 +164,7 @@ def destinations_of(head: DraftHead) -> dict[str, Destination]:
     if head.owns_embedding:
         destinations[_EMBEDDING] = whole(head.embedding)
     if head.owns_head:
-        destinations[_OUTPUT] = whole(head.head)
+        destinations[_OUTPUT] = whole(plain(head.head))
     for index, layer in enumerate(head.layers):
         for name, destination in weights.layer_destinations(layer, head.config).items():
             destinations[f"layers.{index}.{name}"] = destination

@@ -96,7 +96,7 @@ class CudaBlock(CudaModel):
         logits = self.logits[: count * size]
         linear.norm_linear(
             wanted[some], head.final_norm, head.config.norm_eps, head.head, None, logits, self.normed[some],
-            num_sms=shape.num_sms, product="head",
+            self._linear, num_sms=shape.num_sms, product="head",
         )  # fmt: skip
         by_row = logits.view(count, size, -1)
         slots, positions = (each[some].view(count, size) for each in (rows.wanted_slots, rows.wanted_positions))

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from faser.arrays import IntArray
 from faser.errors import ConfigError
+from faser.models.quantised.matrix import plain
 from faser.progress import Update
 from faser.rules.early_exit import Exiting, ExitRule, candidates_of
 from faser.runtime.cuda import linear
@@ -213,13 +214,14 @@ class TargetParts:
         target, model = self._target, self._target.model
         rows, hidden = target.rows_of(shape), target.hidden[: shape.num_rows]
         norm, eps = model.final_norm, model.config.norm_eps
-        head = model.head[: candidates or None]
+        whole = model.embedding if model.config.tie_embeddings else plain(model.head)
+        head = whole[: candidates or None]
         memory = target.logits.view(-1)
         for first in range(0, shape.num_rows, HEAD_ROWS):
             some = hidden[first : first + HEAD_ROWS]
             logits = memory[: some.shape[0] * head.shape[0]].view(-1, head.shape[0])
             linear.norm_linear(some, norm, eps, head, None, logits, target.normed[: some.shape[0]], product="head")
-            rank_drafts(logits, first, rows, target.slots, self.ranks, hidden, norm, eps, model.head)
+            rank_drafts(logits, first, rows, target.slots, self.ranks, hidden, norm, eps, whole)
         target.normed[: shape.num_rows].copy_(hidden)
         self._cu_rows_before[: shape.num_requests + 1].copy_(rows.cu_rows)
 

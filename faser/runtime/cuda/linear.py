@@ -10,6 +10,8 @@ Three kernels (linear_kernels.py) and cuBLAS share the work; linear_plans.py kno
   tiles       1 to 64 rows, tensor cores. Programs of a residual product may split K, and the last one adds up.
   cublas      the rest, behind small kernels for norm and activation.
 
+Products with quantised weights are in quantised.py: the same functions take them.
+
 Every kernel is launched with programmatic dependent launch: it starts while the one before it still runs, loads its
 first weights, and only then waits for the rows (`gdc_wait`). It lets the kernel after it do the same. Any other kernel
 that is launched this way must wait too: a kernel relies on the one before it having waited for all earlier ones. A
@@ -19,7 +21,8 @@ plain launch in between is always safe, but nothing overlaps with it.
 # mypy: disable-error-code="import-untyped, import-not-found"
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -28,15 +31,14 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
-from faser.errors import ConfigError
-from faser.runtime.cuda.linear_kernels import (
-    chunks_kernel,
-    norm_kernel,
-    persistent_kernel,
-    silu_mul_kernel,
-    tiles_kernel,
-)
+from faser.models.quantised.matrix import Fp8Matrix, QuantisedMatrix, Weight
+from faser.runtime.cuda import quantised
+from faser.runtime.cuda.linear_kernels import chunks_kernel, persistent_kernel, tiles_kernel
 from faser.runtime.cuda.linear_plans import MAX_SPLIT_PROGRAMS, TILE_ROWS, Plan, choose
+from faser.runtime.cuda.quantised import Around, Scratch
+from faser.runtime.cuda.rowwise import dependent_launch, require_contiguous
+from faser.runtime.cuda.rowwise import rms_norm as rms_norm
+from faser.runtime.cuda.rowwise import silu_mul as silu_mul
 
 H200_SHARED_BYTES = 227 * 1024
 REGISTERS_PER_SM = 65536
@@ -48,12 +50,16 @@ class LinearWorkspace:
 
     partials: Tensor  # float32 [MAX_SPLIT_PROGRAMS * 64 * TILE_ROWS]
     counters: Tensor  # int32 [MAX_SPLIT_PROGRAMS]; zero between launches
+    scratch: Scratch | None = None  # for quantised weights
 
     @classmethod
-    def allocate(cls, device: torch.device | str) -> LinearWorkspace:
+    def allocate(cls, device: torch.device | str, weights: Sequence[Weight] = (), max_rows: int = 0) -> LinearWorkspace:
+        """For products of up to max_rows rows with these weights, where they are quantised."""
+        matrices = [each for each in weights if isinstance(each, QuantisedMatrix)]
         return cls(
             torch.empty(MAX_SPLIT_PROGRAMS * 64 * TILE_ROWS, dtype=torch.float32, device=device),
             torch.zeros(MAX_SPLIT_PROGRAMS, dtype=torch.int32, device=device),
+            Scratch.allocate(matrices, max_rows, device) if matrices else None,
         )
 
 
@@ -61,7 +67,7 @@ def norm_linear(
     x: Tensor,
     norm_weight: Tensor,
     eps: float,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     out: Tensor,
     normed: Tensor,
@@ -74,6 +80,10 @@ def norm_linear(
 
     normed [R, K] is scratch. A model's head has no bias.
     """
+    if isinstance(weight, QuantisedMatrix):
+        around = _around(workspace, bias=bias, num_sms=num_sms, plan=plan)
+        _norm_quantised(x, norm_weight, eps, weight, out, normed, around)
+        return
     plan = plan or choose(product, *_shape(x, weight), weight.dtype, num_sms=num_sms)
     if plan.kernel in ("chunks", "persistent"):
         _launch_rows(plan, x, weight, out, norm=norm_weight, eps=eps, bias=bias)
@@ -93,17 +103,23 @@ def norm_gate_up(
     x: Tensor,
     norm_weight: Tensor,
     eps: float,
-    weight: Tensor,
+    weight: Weight,
     out: Tensor,
     normed: Tensor,
     gate_up: Tensor,
     plan: Plan | None = None,
     num_sms: int = 0,
+    workspace: LinearWorkspace | None = None,
 ) -> None:
     """out = silu(gate) * up, where [gate | up] = rms_norm(x) @ weight^T.
 
-    x [R, K], weight [2 * I, K], out [R, I]; normed [R, K] and gate_up [R, 2 * I] are scratch.
+    x [R, K], weight [2 * I, K], out [R, I]; normed [R, K] and gate_up [R, 2 * I] are scratch. Only quantised weights
+    need a workspace.
     """
+    if isinstance(weight, QuantisedMatrix):
+        around = _around(workspace, gate_up=gate_up, num_sms=num_sms, plan=plan)
+        _norm_quantised(x, norm_weight, eps, weight, out, normed, around)
+        return
     num_rows, num_weights, k = _shape(x, weight)
     plan = plan or choose("gate_up", num_rows, num_weights // 2, k, weight.dtype, num_sms=num_sms)
     if plan.kernel in ("chunks", "persistent"):
@@ -119,7 +135,7 @@ def norm_gate_up(
 
 def linear_residual(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     residual: Tensor,
     bias: Tensor | None = None,
     workspace: LinearWorkspace | None = None,
@@ -127,6 +143,10 @@ def linear_residual(
     num_sms: int = 0,
 ) -> None:
     """residual += x @ weight^T + bias, in place. x [R, K], weight [N, K], residual [R, N]."""
+    if isinstance(weight, QuantisedMatrix):
+        around = _around(workspace, bias=bias, residual=residual, num_sms=num_sms, plan=plan)
+        quantised.product(x, weight, residual, around)
+        return
     plan = plan or choose("residual", *_shape(x, weight), weight.dtype, workspace is not None, num_sms)
     if plan.kernel in ("chunks", "persistent"):
         _launch_rows(plan, x, weight, residual, bias=bias, residual=residual)
@@ -139,50 +159,32 @@ def linear_residual(
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, workspace: LinearWorkspace, num_sms: int = 0
+    x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor, workspace: LinearWorkspace, num_sms: int = 0
 ) -> None:
     """out = x @ weight^T + bias. x [R, K], weight [N, K], out [R, N]."""
     linear_residual(x, weight, out.zero_(), bias, workspace, num_sms=num_sms)
 
 
-def rms_norm(x: Tensor, norm_weight: Tensor, eps: float, out: Tensor) -> None:
-    """out = x / sqrt(mean(x^2) + eps) * norm_weight, row by row. x, out [R, K]."""
-    _contiguous(x, out, norm_weight)
-    num_rows, k = x.shape
-    block = triton.next_power_of_2(k)
-    norm_kernel[(num_rows,)](
-        x, norm_weight, eps, out, K=k, BLOCK_K=block, num_warps=min(8, max(1, block // 256)), **_dependent_launch(x)
-    )
+def _around(workspace: LinearWorkspace | None, **what: Any) -> Around:
+    assert workspace is not None, "quantised weights need a workspace"
+    assert workspace.scratch is not None, "the workspace was allocated without the quantised weights"
+    return Around(workspace.scratch, workspace.partials, workspace.counters, **what)
 
 
-def silu_mul(gate_up: Tensor, out: Tensor) -> None:
-    """out = silu(gate) * up. gate_up [R, 2 * I], out [R, I]."""
-    _contiguous(gate_up, out)
-    num_rows, size = out.shape
-    block = min(1024, triton.next_power_of_2(size))
-    grid = (num_rows, triton.cdiv(size, block))
-    silu_mul_kernel[grid](gate_up, out, size, BLOCK=block, **_dependent_launch(out))
+def _norm_quantised(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: QuantisedMatrix, out: Tensor, normed: Tensor, around: Around
+) -> None:
+    """Rows for 8-bit floats are normalised where they are rounded, others before the product."""
+    if isinstance(weight, Fp8Matrix):
+        quantised.product(x, weight, out, replace(around, norm=norm_weight, eps=eps))
+        return
+    rms_norm(x, norm_weight, eps, normed)
+    quantised.product(normed, weight, out, around)
 
 
 def _shape(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
     """R, N, K."""
     return x.shape[0], weight.shape[0], weight.shape[1]
-
-
-def _contiguous(*tensors: Tensor | None) -> None:
-    if not all(each is None or each.is_contiguous() for each in tensors):
-        raise ConfigError("the kernels of faser.runtime.cuda.linear take contiguous tensors: call .contiguous() first")
-
-
-def _dependent_launch(tensor: Tensor) -> dict[str, Any]:
-    """Launch options. Programmatic dependent launch needs compute capability 9."""
-    early = tensor.is_cuda and _compute_capability(tensor.device) >= (9, 0)
-    return {"EARLY": early, "launch_pdl": True} if early else {"EARLY": False}
-
-
-@lru_cache(maxsize=16)
-def _compute_capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
 
 
 def stage_bytes(plan: Plan, num_rows: int, gated: bool, element_size: int) -> int:
@@ -215,7 +217,7 @@ def _launch_rows(
     residual: Tensor | None = None,
     gated: bool = False,
 ) -> None:
-    _contiguous(x, weight, out, norm, bias, residual)
+    require_contiguous(x, weight, out, norm, bias, residual)
     num_rows, num_weights, k = _shape(x, weight)
     n = num_weights // 2 if gated else num_weights
     is_persistent = plan.kernel == "persistent"
@@ -227,7 +229,7 @@ def _launch_rows(
         x if residual is None else residual, out, num_rows,
         N=n, K=k, NORMED=norm is not None, GATED=gated, BIASED=bias is not None, ADDS=residual is not None,
         ROWS=triton.next_power_of_2(num_rows), BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, **extra,
-        num_warps=plan.num_warps, **_dependent_launch(x), **_register_limit(plan, x),
+        num_warps=plan.num_warps, **dependent_launch(x), **_register_limit(plan, x),
     )  # fmt: skip
 
 
@@ -248,7 +250,7 @@ def _launch_tiles(
     gated: bool = False,
     workspace: LinearWorkspace | None = None,
 ) -> None:
-    _contiguous(x, weight, out, bias, residual)
+    require_contiguous(x, weight, out, bias, residual)
     num_rows, num_weights, k = _shape(x, weight)
     n = num_weights // 2 if gated else num_weights
     num_blocks = triton.cdiv(n, plan.block_n)
@@ -261,5 +263,5 @@ def _launch_tiles(
         N=n, K=k, GATED=gated, BIASED=bias is not None, ADDS=residual is not None,
         BLOCK_M=_padded(num_rows), BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, SPLIT=plan.split,
         STAGES=min(plan.num_stages, max(1, most_stages)),
-        num_warps=plan.num_warps, **_dependent_launch(x),
+        num_warps=plan.num_warps, **dependent_launch(x),
     )  # fmt: skip

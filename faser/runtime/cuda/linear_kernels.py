@@ -169,6 +169,36 @@ def persistent_kernel(
         addends = next_addends
 
 
+@triton.jit
+def finish_tile(
+    total, up_total, bias, residual, out, partials, counters, block, part, m, num_rows,
+    N: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, ADDS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Add up what programs of a block of outputs have, and finish. total, up_total [BLOCK_N, BLOCK_M]; m [BLOCK_M, 1].
+
+    Programs that share K take the same rows: m begins at 0.
+    """
+    # total, up_total [BLOCK_M, BLOCK_N] from here on
+    total, up_total = total.T, up_total.T
+    n = (block * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    if SPLIT == 1:
+        addends = _addends(bias, residual, m, n, num_rows, N, BIASED, ADDS)
+        _finish(total, up_total, addends, out, m, n, num_rows, N, GATED)
+    else:
+        # The last program to arrive adds all parts in a fixed order, so that the sum does not depend on who was last.
+        here = partials + block * (SPLIT * BLOCK_M * BLOCK_N) + m * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        tl.store(here + part * (BLOCK_M * BLOCK_N), total)
+        tl.debug_barrier()
+        if tl.atomic_add(counters + block, 1, sem="acq_rel") == SPLIT - 1:
+            total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for each in tl.static_range(SPLIT):
+                total += tl.load(here + each * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
+            tl.store(counters + block, 0)
+            addends = _addends(bias, residual, m, n, num_rows, N, BIASED, ADDS)
+            _finish(total, up_total, addends, out, m, n, num_rows, N, GATED)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def tiles_kernel(
     x, weight, bias, residual, out, partials, counters, num_rows,
@@ -199,24 +229,10 @@ def tiles_kernel(
         if GATED:
             up_tile = _weight_tile(weights + N * K, n, start + k, N, K, EVEN_N, EVEN_K)
             up_total = tl.dot(up_tile, values.T, up_total, input_precision="ieee")
-    # total, up_total [BLOCK_M, BLOCK_N] from here on
-    total, up_total = total.T, up_total.T
-    n = (block * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    if SPLIT == 1:
-        addends = _addends(bias, residual, m, n, num_rows, N, BIASED, ADDS)
-        _finish(total, up_total, addends, out, m, n, num_rows, N, GATED)
-    else:
-        # The last program to arrive adds all parts in a fixed order, so that the sum does not depend on who was last.
-        here = partials + block * (SPLIT * BLOCK_M * BLOCK_N) + m * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        tl.store(here + part * (BLOCK_M * BLOCK_N), total)
-        tl.debug_barrier()
-        if tl.atomic_add(counters + block, 1, sem="acq_rel") == SPLIT - 1:
-            total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for each in tl.static_range(SPLIT):
-                total += tl.load(here + each * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
-            tl.store(counters + block, 0)
-            addends = _addends(bias, residual, m, n, num_rows, N, BIASED, ADDS)
-            _finish(total, up_total, addends, out, m, n, num_rows, N, GATED)
+    finish_tile(
+        total, up_total, bias, residual, out, partials, counters, block, part, m, num_rows,
+        N, GATED, BIASED, ADDS, BLOCK_M, BLOCK_N, SPLIT,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from torch import Tensor
 from faser.arrays import IntArray
 from faser.limits import Limits
 from faser.models.heads import DraftHead
-from faser.models.transformer import Transformer
+from faser.models.transformer import Transformer, matrices_of
 from faser.runtime.cuda import attention, linear
 from faser.runtime.cuda.features import CudaFeatures
 from faser.runtime.cuda.graphs import MIXED_BUCKETS, ROW_BUCKETS, Shape, capture, least
@@ -100,7 +100,7 @@ class CudaModel:
         self._wanted = buffer(max_rows, config.hidden_size)
         self.logits = torch.zeros(min(max_rows, HEAD_ROWS), model.head.shape[0], dtype=torch.float32, device=device)
         self._rest = torch.zeros(1, dtype=torch.int32, device=device)
-        self._linear = linear.LinearWorkspace.allocate(device)
+        self._linear = linear.LinearWorkspace.allocate(device, matrices_of(model), max_rows)
         self.tiling = Tiling(model, max_requests, max_rows, max_context)
         self._graphs: dict[Shape, Callable[[], None]] = {}
         self._choosing: dict[int, Callable[[], None]] = {}  # graphs of head and sampling, by wanted rows
@@ -262,8 +262,8 @@ class CudaModel:
         logits = self.logits.new_empty(len(indices), self.logits.shape[1])
         model = self.model
         linear.norm_linear(
-            hidden, model.final_norm, model.config.norm_eps, model.head, None, logits, torch.empty_like(hidden),
-            product="head",
+            hidden, model.final_norm, model.config.norm_eps, model.head, None, logits,
+            torch.empty_like(hidden), self._linear, product="head",
         )  # fmt: skip
         return logits
 
@@ -295,8 +295,8 @@ class CudaModel:
                 self.features.keep(index, hidden)
             layer = model.layers[index]
             linear.norm_linear(
-                hidden, layer.attention_norm, eps, layer.qkv, layer.qkv_bias, qkv.flatten(1), normed, self._linear,
-                num_sms=num_sms,
+                hidden, layer.attention_norm, eps, layer.qkv, layer.qkv_bias, qkv.flatten(1), normed,
+                self._linear, num_sms=num_sms,
             )  # fmt: skip
             self.finish_layer(index, shape, rows, attending)
         if self.features is not None:
@@ -323,7 +323,10 @@ class CudaModel:
                 first_key=self.first_key, sees_all=self.sees_all,
             )  # fmt: skip
         linear.linear_residual(attended, layer.out, hidden, layer.out_bias, self._linear, num_sms=num_sms)
-        linear.norm_gate_up(hidden, layer.mlp_norm, eps, layer.gate_up, activated, normed, gate_up, num_sms=num_sms)
+        linear.norm_gate_up(
+            hidden, layer.mlp_norm, eps, layer.gate_up, activated, normed, gate_up, num_sms=num_sms,
+            workspace=self._linear,
+        )  # fmt: skip
         linear.linear_residual(activated, layer.down, hidden, None, self._linear, num_sms=num_sms)
 
     def choose(self, shape: Shape, rows: DeviceRows, hidden: Tensor) -> None:
@@ -335,7 +338,7 @@ class CudaModel:
             logits = self.logits[: some.stop - first]
             linear.norm_linear(
                 hidden[some], self.model.final_norm, self.model.config.norm_eps, self.model.head, None, logits,
-                self.normed[some], num_sms=shape.num_sms, product="head",
+                self.normed[some], self._linear, num_sms=shape.num_sms, product="head",
             )  # fmt: skip
             num_rows = rows.num_wanted if first == 0 else torch.sub(rows.num_wanted, first, out=self._rest)
             sample(

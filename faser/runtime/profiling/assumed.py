@@ -12,7 +12,8 @@ from typing import Any
 from faser.cost.curve import NOTHING, Curve
 from faser.cost.profile import Profile
 from faser.models.heads import BlockHead, DraftHead
-from faser.models.transformer import Transformer
+from faser.models.quantised import tensors_of
+from faser.models.transformer import Transformer, matrices_of
 from faser.runtime.device import Speeds
 
 
@@ -38,12 +39,11 @@ def assumed_profile(
 
 def _curve(model: Transformer | DraftHead, speeds: Speeds, max_rows: int, rows_each: int = 1) -> Curve:
     """By requests of `rows_each` rows."""
-    config, size = model.config, model.head.element_size()
-    layer = model.layers[0]
-    weights = model.num_layers * sum(each.numel() for each in (layer.qkv, layer.out, layer.gate_up, layer.down))
-    weights += model.head.numel()
-    base = model.num_layers * speeds.layer_seconds + weights * size / speeds.bytes_per_second
-    row = 2 * rows_each * weights / speeds.flops_per_second
-    token = 2 * model.num_layers * config.num_kv_heads * config.head_dim * size / speeds.bytes_per_second
+    config, matrices = model.config, matrices_of(model)
+    num_bytes = sum(each.numel() * each.element_size() for weight in matrices for each in tensors_of(weight).values())
+    base = model.num_layers * speeds.layer_seconds + num_bytes / speeds.bytes_per_second
+    row = 2 * rows_each * sum(weight.shape[0] * weight.shape[1] for weight in matrices) / speeds.flops_per_second
+    kv_bytes = 2 * model.num_layers * config.num_kv_heads * config.head_dim * model.dtype.itemsize
+    token = kv_bytes / speeds.bytes_per_second
     rows = tuple(1 << i for i in range(max_rows.bit_length()))
     return Curve(rows, tuple(base + row * each for each in rows), (token,) * len(rows))

@@ -58,6 +58,8 @@ def _shape(model: Transformer | DraftHead) -> str:
         *extras,
         str(model.dtype).removeprefix("torch."),
     ]
+    if isinstance(model, Transformer) and model.formats != (parts[-1],):
+        parts.append(f"weights: {', '.join(model.formats)}")
     if isinstance(model, Transformer) and model.vision is not None:
         eyes = model.vision.config
         parts.append(f"{eyes.kind} eyes of {eyes.depth} layers of {eyes.hidden_size}, MLP of {eyes.mlp_size}")

@@ -15,12 +15,15 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from faser.models.config import Rope
+from faser.models.quantised.placement import for_gpu
 from faser.models.transformer import Transformer
+from faser.runtime.cuda import linear, quantised
 from faser.runtime.cuda.attention import AttentionConfig, Memory, Tiles, attend, rotate_and_write
 from faser.runtime.cuda.compile import compile_all
 from faser.runtime.cuda.linear import rms_norm, silu_mul
 from faser.runtime.cuda.rows import DeviceRows
 from faser.runtime.cuda.vision import CudaEyes, RowAngles
+from tests.models.quantised.matrices import every_kind
 from tests.tiny import VISION_CONFIGS
 
 launchers: list[str] = []
@@ -78,6 +81,23 @@ def seeing() -> list[Callable[[], None]]:
     ]
 
 
+def quantised_products() -> list[Callable[[], None]]:
+    """One row of bfloat16 through two formats, launched early; codes also by cuBLAS."""
+    quantised._has_pairs = lambda x: True
+    quantised.dependent_launch = lambda x: {"EARLY": True, "launch_pdl": True}
+    return [partial(multiply, *each) for each in (("fp8 blocks", None), ("symmetric", None), ("symmetric", CUBLAS))]
+
+
+def multiply(kind: str, plan: Plan | None) -> None:
+    x = torch.zeros(1, 256, dtype=torch.bfloat16)
+    matrix, gate_up = (for_gpu(every_kind(n, 256)[kind], x.device) for n in (256, 512))
+    assert matrix is not None
+    assert gate_up is not None
+    workspace = linear.LinearWorkspace.allocate("cpu", [matrix, gate_up], 1)
+    linear.linear_residual(x, matrix, x.clone(), None, workspace, plan)
+    linear.norm_gate_up(x, x[0], 1e-5, gate_up, x.clone(), x.clone(), x.repeat(1, 2), plan, workspace=workspace)
+
+
 def cubins() -> list[str]:
     return [path.stem for path in Path(triton.knobs.cache.dir).rglob("*.cubin")]
 
@@ -105,7 +125,11 @@ def main() -> None:
     compile_all(runs[:3], lambda done, total: again.append((done, total)))
     found = {"cubins": cubins(), "launchers": list(launchers), "steps": steps, "again": again}
     compile_all(seeing())
-    print(json.dumps({**found, "seeing": cubins(), "untouched": bool((out == 7).all())}))
+    found["seeing"] = cubins()
+    compile_all(CudaLookupDrafter(None, Slots.allocate(2, 8, "cpu")).dry_runs())
+    found["looking up"] = cubins()
+    compile_all(quantised_products())
+    print(json.dumps({**found, "quantised": cubins(), "untouched": bool((out == 7).all())}))
 
 
 if __name__ == "__main__":

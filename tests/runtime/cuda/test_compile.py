@@ -50,6 +50,16 @@ def test_the_kernels_of_a_target_with_eyes_compile(compiled):
     assert {"_replace_kernel", "_angles_kernel", "rotate_kernel"} <= set(compiled["seeing"])
 
 
+def test_the_kernel_of_prompt_lookup_compiles(compiled):
+    assert compiled["looking up"].count("_write_kernel") == 1
+
+
+def test_the_kernels_of_quantised_weights_compile(compiled):
+    kernels = ("round_rows_kernel", "fp8_tiles_kernel", "group_tiles_kernel", "dequantise_kernel")
+    counts = {kernel: compiled["quantised"].count(kernel) for kernel in kernels}
+    assert set(counts.values()) == {2}  # one matrix that is added to a residual, and one of gate and up
+
+
 def test_a_kernel_is_not_compiled_twice(compiled):
     assert compiled["again"] == []
 

@@ -1,0 +1,104 @@
+"""What does a format cost in quality? The perplexity of models on a text.
+
+The text is cut into windows; each token but the first of a window is predicted from those before it in the window. The
+products are those of a CPU, or their plain twins on a GPU, so this says nothing of kernels, whose tests do.
+
+    python3 -m benchmarks.perplexity TEXT MODEL [MODEL …] [--tokens 16384] [--window 512] [--quantised off]
+        [--dtype float32] [--device cpu]
+
+TEXT may be compressed by xz. MODEL is what `faser serve --model` takes, or `default`. Perplexities compare if models
+share a tokenizer. The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from faser.models.config import DTYPES
+from faser.models.layers import rotate
+from faser.models.source import open_target
+from faser.models.transformer import Attend, Transformer
+
+
+def perplexity(model: Transformer, token_ids: Sequence[int], window: int) -> float:
+    total, count = 0.0, 0
+    for start in range(0, len(token_ids) - 1, window):
+        ids = torch.tensor(token_ids[start : start + window], device=model.device)
+        if len(ids) < 2:
+            break
+        logits = logits_of(model, ids)[:-1]
+        total += float(F.cross_entropy(logits, ids[1:], reduction="sum"))
+        count += len(ids) - 1
+    return math.exp(total / count)
+
+
+def logits_of(model: Transformer, token_ids: Tensor) -> Tensor:
+    """[rows, vocabulary] of one sequence."""
+    return model.logits(model.run_layers(model.embed(token_ids), causal_attention(model, len(token_ids))))
+
+
+def causal_attention(model: Transformer, num_rows: int) -> Attend:
+    """Attention of one sequence to itself."""
+    heads, kv_heads = model.config.num_heads, model.config.num_kv_heads
+    cos, sin = (each[:, None] for each in model.rotation(torch.arange(num_rows, device=model.device)))
+
+    def attend(index: int, qkv: Tensor) -> Tensor:
+        rotate(qkv[:, : heads + kv_heads], cos, sin)
+        # [heads, rows, head_dim]
+        queries, keys, values = (each.transpose(0, 1) for each in qkv.split((heads, kv_heads, kv_heads), 1))
+        keys, values = (each.repeat_interleave(heads // kv_heads, 0) for each in (keys, values))
+        return F.scaled_dot_product_attention(queries, keys, values, is_causal=True).transpose(0, 1).flatten(1)
+
+    return attend
+
+
+def read_text(path: Path) -> str:
+    return (lzma.open(path) if path.suffix == ".xz" else path.open("rb")).read().decode()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = _parser().parse_args(arguments)
+    text, records = read_text(args.text), []
+    for name in args.models:
+        source = open_target(None if name == "default" else name)
+        tokenizer = source.tokenizer()
+        if tokenizer is None:
+            raise SystemExit(f"{name} has no tokenizer; choose a folder or GGUF file that has one")
+        token_ids = tokenizer.encode(text)[: args.tokens]
+        dtype, window = getattr(torch, args.dtype), min(args.window, source.config.max_positions)
+        model = source.load(dtype, source.config.max_positions, lambda *_: None, args.device, args.quantised)
+        started = time.perf_counter()
+        value = perplexity(model, token_ids, window)
+        seconds = time.perf_counter() - started
+        records.append(
+            {"model": name, "perplexity": round(value, 4), "formats": list(model.formats), "tokens": len(token_ids)}
+        )
+        print(f"{value:9.4f}  {name}: {', '.join(model.formats)}; {len(token_ids)} tokens, {seconds:.0f} s", flush=True)
+    print(json.dumps({"benchmark": "perplexity", "dtype": args.dtype, "window": args.window, "records": records}))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", metavar="TEXT", type=Path)
+    parser.add_argument("models", metavar="MODEL", nargs="+")
+    parser.add_argument("--tokens", type=int, default=16384, help="of the text that are read (16384)")
+    parser.add_argument("--window", type=int, default=512, help="tokens (512)")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES)
+    parser.add_argument("--quantised", default="off", choices=("on", "off"), help="multiply by the stored codes (off)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    return parser
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()
