@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from faser.config import NGRAM, EngineOptions, resolve_draft
+from faser.config import NGRAM, EngineOptions, resolve_draft, split_draft
 from faser.cost.profile import Profile
 from faser.cost.profiled_cost import ProfiledCost
 from faser.engine.engine import Engine
@@ -54,7 +54,15 @@ from faser.text.tokenizer import Tokenizer
 
 log = logging.getLogger("faser.engine")
 
-Draft = DraftModel | str | None  # a model or a head, NGRAM, or no draft
+
+@dataclass(frozen=True)
+class WithLookup:
+    """A draft model or a head, and prompt lookup beside it."""
+
+    draft: DraftModel
+
+
+Draft = DraftModel | WithLookup | str | None  # a model or a head, that and prompt lookup, NGRAM, or no draft
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,10 @@ class LoadedPair:
     target: Transformer
     draft: Draft
     tokenizer: Tokenizer | None
+
+    @property
+    def draft_model(self) -> DraftModel | None:
+        return _model_of(self.draft)
 
 
 def load_pair(model: str | Transformer | None, draft: Draft, options: EngineOptions) -> LoadedPair:
@@ -78,22 +90,24 @@ def load_pair(model: str | Transformer | None, draft: Draft, options: EngineOpti
         if isinstance(draft, str) and draft != NGRAM:
             raise ConfigError(f"the target is in memory and the draft {draft!r} is not; load it first")
         # Models in memory come without tokenizers: only the number of tokens can be compared.
-        if isinstance(draft, DraftModel) and draft.config.vocab_size != model.config.vocab_size:
+        in_memory = _model_of(draft)
+        if in_memory is not None and in_memory.config.vocab_size != model.config.vocab_size:
             raise ModelError(
-                f"the draft has {draft.config.vocab_size} tokens, the target {model.config.vocab_size}; "
+                f"the draft has {in_memory.config.vocab_size} tokens, the target {model.config.vocab_size}; "
                 "expected the same tokenizer"
             )
         if options.dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
             raise ConfigError(f"dtype={options.dtype!r}: the model in memory is {model.dtype}; load it as you want it")
         return LoadedPair(model, draft, None)
-    if isinstance(draft, DraftModel):
+    if draft is not None and not isinstance(draft, str):
         raise ConfigError(f"the draft is in memory and the target {model!r} is not; load it first")
     return _load_sources(model, draft, options)
 
 
 def _load_sources(model: str | None, draft: str | None, options: EngineOptions) -> LoadedPair:
     source = open_target(model)
-    draft_source = open_draft(draft, source) if draft is not None and draft != NGRAM else None
+    draft_path, looks_up = split_draft(draft) if draft is not None else (None, False)
+    draft_source = open_draft(draft_path, source) if draft_path is not None else None
     max_model_len = _max_model_len(options, source.config.max_positions)
     device = make_device(options.device)
     require_room(options.kv_memory, device.memory)
@@ -173,7 +187,8 @@ class _Made:
     """An executor on a device, and what it was made from."""
 
     target: Transformer
-    draft: Draft
+    draft: DraftModel | str | None  # a model or a head, NGRAM, or no draft
+    looks_up: bool  # prompt lookup drafts, too or alone
     policy: Policy
     device: Device
     limits: Limits
@@ -215,6 +230,7 @@ def build_engine(
         pool(most_pages=most_pages),
         pool() if made.draft_model is not None else None,
         speculates=draft is not None,
+        looks_up=made.looks_up,
         prefix_caching=options.prefix_caching,
         cost=cost,
         overlap=_make_overlap(made, options, cost),
@@ -246,7 +262,10 @@ def _make_overlap(made: _Made, options: EngineOptions, cost: ProfiledCost | None
         raise ConfigError(f"overlap=on: {made.device.name} drafts and verifies one after the other; leave it out")
     if options.overlap == "on" and not isinstance(made.draft, Transformer):
         raise ConfigError("overlap=on: there is no draft model to overlap with verification; give one, or leave it out")
-    if options.overlap == "off" or not isinstance(made.draft, Transformer) or not made.device.splits:
+    if options.overlap == "on" and made.looks_up:
+        raise ConfigError("overlap=on: prompt lookup cannot draft behind a frontier; leave +ngram or overlap out")
+    is_possible = isinstance(made.draft, Transformer) and bool(made.device.splits) and not made.looks_up
+    if options.overlap == "off" or not is_possible:
         _forget(made, "overlap")
         return None
     if options.overlap == "auto":
@@ -334,8 +353,8 @@ def _make_executor(
 ) -> _Made:
     policy = options.make_policy(has_draft=draft is not None)
     device = device or make_device(options.device if options.device != "auto" else target.device.type)
-    draft_model = draft if isinstance(draft, DraftModel) else None
-    if options.offload == "on" and not isinstance(draft, Transformer):
+    draft_model, looks_up = _model_of(draft), draft == NGRAM or isinstance(draft, WithLookup)
+    if options.offload == "on" and not isinstance(draft_model, Transformer):
         raise ConfigError("offload=on: there is no draft model that could leave the device; give one, or leave it out")
     limits = _limits(options, device, target, draft_model)
     # [max_running, max_model_len]; numpy's zeros take memory only where they are first written
@@ -347,7 +366,7 @@ def _make_executor(
         Parts(
             target=target,
             draft=draft_model,
-            uses_ngrams=draft == NGRAM,
+            looks_up=looks_up,
             limits=limits,
             page_size=options.page_size,
             max_length=HARD_MAX_LENGTH if draft is not None else 0,
@@ -360,7 +379,8 @@ def _make_executor(
             acceptance=options.acceptance,
         )
     )
-    return _Made(target, draft, policy, device, limits, executor, num_pages, options.page_size)
+    drafts = draft_model if isinstance(draft, WithLookup) else draft
+    return _Made(target, drafts, looks_up, policy, device, limits, executor, num_pages, options.page_size)
 
 
 def _usual_length(policy: Policy, draft: Draft) -> int:

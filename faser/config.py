@@ -20,6 +20,7 @@ from faser.policy.residency import MODES as OFFLOAD
 API_KEY_VARIABLE = "FASER_API_KEY"  # an environment variable: a key in it does not show in the process list
 DEFAULT_DRAFT = Path(__file__).parent / "drafts" / "smollm2-135m-6.gguf"  # of the default model
 NGRAM = "ngram"
+BESIDE = f"+{NGRAM}"  # behind the name of a draft: prompt lookup is used beside it
 NO_DRAFT = "none"  # a folder of this name is ./none
 DEFAULT_POLICY = "faser"  # with a draft
 DTYPES = ("auto", *model_config.DTYPES)
@@ -33,19 +34,32 @@ InMemory = TypeVar("InMemory")  # a model that is loaded
 
 
 def resolve_draft(model: object, draft: InMemory | str | None) -> InMemory | str | None:
-    """What the draft option means: a model, NGRAM, or None for no draft.
+    """What the draft option means: a model, NGRAM, a model and NGRAM (MODEL+ngram), or None for no draft.
 
     Where it is not given, the default model has its own draft, and other models have none.
     """
+    if isinstance(draft, str) and draft.endswith(BESIDE):
+        beside = resolve_draft(model, draft.removesuffix(BESIDE) or None)
+        return NGRAM if beside is None or beside == NGRAM else f"{beside}{BESIDE}"
     if model is None and draft is None:
         return str(DEFAULT_DRAFT)
     return None if draft == NO_DRAFT else draft
 
 
+def split_draft(draft: str) -> tuple[str | None, bool]:
+    """The model of a draft that `resolve_draft` gave, if it has one, and whether it uses prompt lookup."""
+    if draft == NGRAM:
+        return None, True
+    return draft.removesuffix(BESIDE), draft.endswith(BESIDE)
+
+
 def draft_name(model: str | None, draft: str | None) -> str | None:
     """What people call the draft; None where there is none."""
     found = resolve_draft(model, draft)
-    return None if found is None else model_name(found)
+    if found is None:
+        return None
+    beside, looks_up = split_draft(found)
+    return NGRAM if beside is None else model_name(beside) + BESIDE * looks_up
 
 
 def model_name(model: str) -> str:

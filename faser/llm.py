@@ -59,6 +59,7 @@ class LLM:
 
     model: a Hugging Face folder, a hub name, a GGUF file, or a model in memory; None: the default model.
     draft: the same kinds of model, a patch made by tools/distill.py, "ngram" (prompt lookup, no model), or "none";
+        "DRAFT+ngram" is a draft and prompt lookup, "+ngram" the default model's draft and prompt lookup;
         None: the default model's own draft, and no draft for other models.
     policy: a name of faser/policy ("faser", "off", "fixed:K", …), or a Policy; None: "faser" with a draft, else "off".
     chat_template: a template or its text; None: the model's own.

@@ -196,6 +196,8 @@ class Stats:
     cached: int = 0  # prompt tokens found in the prefix cache when the request first ran
     reused: int = 0  # prompt tokens whose KV came from the latest context of its session
     lengths: tuple[int, ...] = ()  # [k]: steps that drafted k tokens; ends with the longest, at most 32
+    looked_up: int = 0  # of drafted, tokens from prompt lookup; the others are a draft model's or a head's
+    lookup_accepted: int = 0  # of accepted, tokens from prompt lookup
 
     @property
     def pruned(self) -> int:

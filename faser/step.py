@@ -91,6 +91,34 @@ class VisionPlan:
 
 
 @dataclass(frozen=True)
+class LookupDrafts:
+    """Drafts that were found in the contexts of their requests, instead of being made by a draft. Arrays are [B].
+
+    A step planned ahead does not know the last tokens of a context yet. So tokens are given by their position: those
+    that followed the last known token where the same tokens had occurred before. The drafts are the ones that turn out
+    to stand behind the context.
+    """
+
+    is_looked_up: BoolArray  # [B] whose drafts these are; the others have drafts of the draft, or none
+    start: IntArray  # [B] position of the first of token_ids
+    token_ids: IntArray  # [B, W]
+
+    def of(self, some: BoolArray) -> LookupDrafts:
+        return LookupDrafts(self.is_looked_up[some], self.start[some], self.token_ids[some])
+
+    def spread(self, where: BoolArray) -> LookupDrafts:
+        """The same for a larger batch, in which `where` marks these requests; for the others nothing is looked up."""
+        spread = LookupDrafts(
+            np.zeros(where.size, dtype=np.bool_),
+            np.zeros(where.size, dtype=np.int64),
+            np.zeros((where.size, self.token_ids.shape[1]), dtype=np.int64),
+        )
+        for mine, whole in zip(vars(self).values(), vars(spread).values(), strict=True):
+            whole[where] = mine
+        return spread
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """One step, complete: who runs, which rows, how many tokens each request drafts. Arrays are [B], in one order.
 
@@ -121,6 +149,7 @@ class StepPlan:
     moves: PageMoves | None = None  # the target's pool shrinks (faser/engine/residency.py)
     vision: VisionPlan | None = None  # pictures to encode, and rows that are encoded tokens
     copies: KvCopies | None = None  # KV that requests take over from the contexts of their sessions
+    lookup: LookupDrafts | None = None  # drafts that need no draft model: `lengths` counts them too
 
     @cached_property
     def samples(self) -> BoolArray:
@@ -132,6 +161,27 @@ class StepPlan:
     def only_decodes(self) -> bool:
         """Whether no request has a prompt to compute."""
         return bool(self.samples.all()) and not (self.num_rows > 1).any()
+
+    @cached_property
+    def by_draft(self) -> StepPlan:
+        """The plan without drafts that were looked up: what the draft has to do."""
+        if self.lookup is None:
+            return self
+        return replace(self, lengths=np.where(self.lookup.is_looked_up, 0, self.lengths), lookup=None)
+
+    @property
+    def looked_up(self) -> IntArray:
+        """[B] drafts that were looked up."""
+        return self.lengths - self.by_draft.lengths
+
+    def found_tokens(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Of a settled plan, the drafts that were looked up: their slots, positions and token ids, flat."""
+        assert self.lookup is not None
+        counts = self.looked_up
+        owners = np.repeat(np.arange(counts.size), counts)
+        positions = np.arange(owners.size) - np.repeat(np.cumsum(counts) - counts, counts) + self.num_tokens[owners]
+        token_ids = self.lookup.token_ids[owners, positions - self.lookup.start[owners]]
+        return self.slots[owners], positions, token_ids
 
     @cached_property
     def judged(self) -> IntArray:
@@ -217,7 +267,8 @@ class StepPlan:
         names = ("slots", "num_tokens", "start", "num_rows", "lengths", "draft_start", "draft_rows", "unsettled")
         own = {name: getattr(self, name)[some] for name in names}
         overlap = None if self.overlap is None else self.overlap.of(some)
-        return replace(self, **own, overlap=overlap, stopping=None, exits=None)
+        lookup = None if self.lookup is None else self.lookup.of(some)
+        return replace(self, **own, overlap=overlap, stopping=None, exits=None, lookup=lookup)
 
 
 @dataclass(frozen=True)

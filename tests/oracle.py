@@ -20,6 +20,7 @@ from faser.engine.scheduler import Scheduler
 from faser.errors import MoveError
 from faser.limits import HeadLimits, Limits, VisionLimits
 from faser.policy import BatchView, Policy
+from faser.policy.base import Guesses
 from faser.policy.overlap import Chunks, Overlap
 from faser.policy.residency import ExpectedGain, ResidencyRule, ResidencyView
 from faser.request import Progress, Request, SamplingParams
@@ -80,7 +81,7 @@ class _Memory:
         self.held = np.zeros((num_pages, page_size), dtype=np.int64)
 
     def back(self, num_pages: int) -> None:
-        """Give memory to so many pages; what is new holds nothing."""
+        """Give memory to this number of pages; new ones hold nothing."""
         held = np.full((num_pages, self.page_size), -1)
         kept = min(num_pages, self.num_backed)
         held[:kept] = self.held[:kept]
@@ -166,6 +167,9 @@ class OracleExecutor:
         if plan.moves is not None:
             self.target.move(plan.moves)
         self.target.apply(plan.target_pages)
+        if plan.lookup is not None:
+            slots, positions, token_ids = plan.found_tokens()
+            self.history[slots, positions] = token_ids
         assert plan.num_rows.min() > 0
         assert (plan.num_rows + plan.judged).sum() <= self.limits.max_batch_tokens, "more rows than a step may have"
         assert plan.draft_rows.sum() <= self.limits.max_batch_tokens, "more draft rows than a step may have"
@@ -213,7 +217,7 @@ class OracleExecutor:
         return bool(self.random.random() < self.agreement)
 
     def _draft(self, plan: StepPlan, i: int) -> int:
-        slot, length = int(plan.slots[i]), int(plan.lengths[i])
+        slot, length = int(plan.slots[i]), int(plan.by_draft.lengths[i])
         num_tokens = int(plan.num_tokens[i] + plan.frontier[i])
         if self.draft is not None:
             if i == 0:
@@ -237,7 +241,8 @@ class OracleExecutor:
                 self.draft.compute(slot, self.history[slot], position, 1)
         if self.draft is not None and self.limits.head is not None and length:
             self._leave_drafts(self.draft, self.limits.head, slot, num_tokens, length)
-        return length
+        assert not plan.looked_up[i] or not (length or plan.draft_rows[i]), "two guessers of one request"
+        return length + int(plan.looked_up[i])
 
     def _leave_drafts(self, draft: _Memory, head: HeadLimits, slot: int, num_tokens: int, length: int) -> None:
         """The rows of drafts, and those of a block, are not what the target's features would give."""
@@ -329,6 +334,18 @@ class RandomLengths(Policy):
 
     def lengths(self, view: BatchView) -> IntArray:
         return self.random.integers(0, self.most + 1, size=view.num_requests)
+
+
+class RandomGuesses(RandomLengths):
+    """RandomLengths, and who looks up is drawn too."""
+
+    name = "random guesses"
+
+    def guesses(self, view: BatchView) -> Guesses:
+        lengths = self.lengths(view)
+        if view.lookup is None:
+            return Guesses(lengths, np.zeros(lengths.size, dtype=np.bool_))
+        return Guesses(lengths, (view.lookup.limit > 0) & (self.random.random(lengths.size) < 0.5))
 
 
 class SometimesOverlap(Overlap):
@@ -423,6 +440,7 @@ class World:
         vision: VisionLimits | None = None,
         overlap: Overlap | None = None,
         pace: StepPace | None = None,
+        looks_up: bool = False,
         seconds: Callable[[StepPlan], StepSeconds] = lambda plan: StepSeconds(),
     ) -> None:
         self.seconds = seconds  # of a step; the pace learns from them
@@ -436,7 +454,7 @@ class World:
         )
         self.scheduler = Scheduler(
             self.limits, policy, self.target, self.draft, speculates=True, prefix_caching=caching, overlap=overlap,
-            pace=pace,
+            looks_up=looks_up, pace=pace,
         )  # fmt: skip
         self.executor = OracleExecutor(self.limits, self.target, self.draft, agreement)
         self.tokens: dict[str, list[int]] = {}

@@ -19,6 +19,11 @@ from faser.errors import ConfigError
         ("org/model", "org/small", "org/small", "small"),
         ("org/model", "a/draft.gguf", "a/draft.gguf", "draft"),
         ("org/model", "./none", "./none", "none"),
+        (None, "+ngram", f"{DEFAULT_DRAFT}+ngram", "smollm2-135m-6+ngram"),
+        ("org/model", "a/draft.gguf+ngram", "a/draft.gguf+ngram", "draft+ngram"),
+        ("org/model", "+ngram", "ngram", "ngram"),
+        ("org/model", "none+ngram", "ngram", "ngram"),
+        ("org/model", "ngram+ngram", "ngram", "ngram"),
     ],
 )
 def test_a_draft_that_is_not_given_belongs_to_the_default_model_alone(model, draft, resolved, name):
@@ -30,6 +35,13 @@ def test_a_model_in_memory_has_no_draft_unless_one_is_given():
     model, draft = object(), object()
     assert resolve_draft(model, None) is None
     assert resolve_draft(model, draft) is draft
+
+
+@pytest.mark.parametrize(
+    ("draft", "parts"), [("ngram", (None, True)), ("a+b", ("a+b", False)), ("a+b+ngram", ("a+b", True))]
+)
+def test_a_draft_is_split_into_its_guessers(draft, parts):
+    assert split_draft(draft) == parts
 
 
 @pytest.mark.parametrize(("model", "name"), [("org/model", "model"), ("a/b.gguf", "b"), ("/", "/")])

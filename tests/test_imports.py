@@ -21,7 +21,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WITHOUT_TORCH = [
     "faser", "faser.request", "faser.step", "faser.arrays", "faser.errors", "faser.engine.pages",
     "faser.engine.scheduler", "faser.engine.engine", "faser.engine.stats", "faser.policy", "faser.config",
-    "faser.cli.main", "faser.text.tokenizer", "faser.runtime.ngram", "faser.progress", "faser.models.config",
+    "faser.cli.main", "faser.text.tokenizer", "faser.engine.lookup", "faser.progress", "faser.models.config",
     "faser.text.chat", "faser.text.stream", "faser.cli.arguments", "faser.cli.terminal", "faser.cost.profile",
     "faser.cli.profile", "faser.text.grammar", "faser.bench.command", "faser.bench.remote", "faser.bench.systems",
     "faser.bench.report.page", "faser.bench.simulate", "faser.models.generation", "faser.vllm", "faser.vllm.patches",

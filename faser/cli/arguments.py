@@ -86,8 +86,9 @@ def _add_engine_sizes(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
     add("--model", help="Hugging Face folder, hub name or GGUF file; default: SmolLM2-135M-Instruct")
     add(
         "--draft",
-        help="folder of a model or of a draft head, hub name, GGUF file, draft patch, ngram (prompt lookup) or none; "
-        "default: the default model's own, none for other models",
+        help="folder of a model or of a draft head, hub name, GGUF file, draft patch, ngram (prompt lookup: what "
+        "followed the same tokens before) or none; DRAFT+ngram uses both, for each request and step what is likelier "
+        "right; default: the default model's own, none for other models",
     )
     add("--device", default="auto", help="auto (a GPU if there is one), cpu or cuda")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")

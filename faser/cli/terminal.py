@@ -222,6 +222,10 @@ def summary(stats: EngineStats, before: EngineStats | None = None) -> str:
     accepted = stats.accepted - before.accepted
     if verified:
         text += f"; drafted {drafted}, accepted {accepted} ({100 * accepted / verified:.0f} % of the verified)"
+    looked_up = stats.looked_up - before.looked_up
+    if looked_up:
+        accepted = stats.lookup_accepted - before.lookup_accepted
+        text += f"; of these by prompt lookup: drafted {looked_up}, accepted {accepted}"
     return text
 
 

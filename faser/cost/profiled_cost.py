@@ -121,7 +121,8 @@ class ProfiledCost:
         if not work.num_drafting:
             return 0.0, 0.0, verify
         first = float(self._first_draft(work.num_drafting, work.draft_context, work.catch_up_rows))
-        deeper = np.arange(1, int(plan.lengths.max()))[:, None] < plan.lengths
+        lengths = plan.by_draft.lengths
+        deeper = np.arange(1, int(lengths.max()))[:, None] < lengths
         rows, read = deeper.sum(axis=1), deeper @ plan.num_tokens
         lead = 0 if plan.overlap is None else int(plan.overlap.lead.max(initial=0))
         others = self.profile.next_draft(rows, read)

@@ -44,9 +44,10 @@ class StepCost:
 
 def _features(plan: StepPlan) -> FloatArray:
     """One, rows of the target, forwards of the draft, rows of the draft, context tokens read by the target."""
-    longest = int(plan.lengths.max(initial=0))
+    lengths = plan.by_draft.lengths
+    longest = int(lengths.max(initial=0))
     passes = max(longest, int(plan.draft_rows.any()))
-    draft_rows = plan.draft_rows.sum() + np.maximum(plan.lengths - 1, 0).sum()
+    draft_rows = plan.draft_rows.sum() + np.maximum(lengths - 1, 0).sum()
     rows = (plan.num_rows + plan.judged).sum()
     features: FloatArray = np.array([1, rows, passes, draft_rows, plan.num_tokens.sum()]) / _SCALE
     return features

@@ -2,6 +2,7 @@
 
 Knows the policy, the draft's position in each context and both page pools. Knows nothing of the queue or of plans in
 flight. `overlap`, where it is set, plans steps in which drafting goes on beside the verification (overlap.py).
+`lookup`, where it is set, finds drafts in the contexts of the requests (lookup.py).
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from faser.engine.slots import SlotTable
 from faser.errors import EngineError
 from faser.limits import HeadLimits, Limits
 from faser.policy import BatchView, Policy
-from faser.policy.base import Outcome
+from faser.policy.base import Guesses, Outcome
 from faser.rules.overlap import OverlapPlan
 from faser.rules.stopping import Stopping
-from faser.step import Settling, StepPlan, StepResult
+from faser.step import LookupDrafts, Settling, StepPlan, StepResult
 
 if TYPE_CHECKING:
+    from faser.engine.lookup import PromptLookup
     from faser.engine.overlap import OverlapState
 
 
@@ -38,6 +40,7 @@ class Drafting:
     catch_up_seconds: float = 0.0  # expected of the long catch-ups among these rows
     stopping: Stopping | None = None
     overlap: OverlapPlan | None = None
+    lookup: LookupDrafts | None = None  # `lengths` counts these drafts too
 
     @classmethod
     def none(cls, num_requests: int) -> Drafting:
@@ -61,6 +64,7 @@ class Drafting:
             rows=rows,
             stopping=None if self.stopping is None else self.stopping.spread(where),
             overlap=None if self.overlap is None else self.overlap.spread(where),
+            lookup=None if self.lookup is None else self.lookup.spread(where),
         )
 
 
@@ -80,6 +84,7 @@ class DraftPlanner:
         self.cost: ProfiledCost | None = None  # what the policy may go by
         self.pace: StepPace | None = None
         self.overlap: OverlapState | None = None
+        self.lookup: PromptLookup | None = None
         self.is_away = False  # the draft is not on the device: nobody drafts (residency.py)
         self._limits = limits
         self._slots = slots
@@ -92,13 +97,19 @@ class DraftPlanner:
         if self.overlap is not None:
             return self.overlap.plan(slots, num_prefill_rows, unsettled)
         begin = self._slots.num_tokens[slots]
-        lengths = self.ask_policy(self.view(slots, begin, num_prefill_rows))
+        guesses = self._ask_guesses(self.view(slots, begin, num_prefill_rows))
+        lengths = guesses.lengths
         if not lengths.any():
             return Drafting.none(slots.size)
         lengths = self.fit_rows(lengths, slots.size, num_prefill_rows)
         lengths = self.fit_target_pages(slots, begin, lengths, lengths)
-        drafting = self.fit_draft(slots, begin, lengths, num_prefill_rows > 0, unsettled)
-        return self.with_stopping(drafting)
+        looked_up = np.where(guesses.is_looked_up, lengths, 0)
+        drafting = self.with_stopping(
+            self.fit_draft(slots, begin, lengths - looked_up, num_prefill_rows > 0, unsettled)
+        )
+        if self.lookup is None or not looked_up.any():
+            return drafting
+        return replace(drafting, lengths=drafting.lengths + looked_up, lookup=self.lookup.take(slots, looked_up))
 
     def teach_policy(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """Tell the policy what a committed step brought and how long it took."""
@@ -114,6 +125,7 @@ class DraftPlanner:
             num_prefill_rows=int(plan.num_rows.sum()) - int(samples.sum()),
             seconds=seconds,
             confidence=None if result.confidence is None else result.confidence[samples],
+            is_looked_up=None if plan.lookup is None or not self._has_draft else plan.lookup.is_looked_up[samples],
         )
         policy.learn(outcome)
         if overlap is not None:
@@ -123,7 +135,7 @@ class DraftPlanner:
 
     def view(self, slots: IntArray, begin: IntArray, num_prefill_rows: int) -> BatchView:
         state, num_tokens = self._slots, self._slots.num_tokens[slots]
-        limit: IntArray = np.minimum(np.maximum(state.end[slots] - begin - 1, 0), state.max_draft[slots])
+        limit = self._room(slots, begin)
         if self._limits.draft_max_len is not None:
             limit = np.clip(self._limits.draft_max_len + 1 - begin, 0, limit)
         if self._limits.head is not None:
@@ -131,15 +143,20 @@ class DraftPlanner:
         return BatchView(
             slots=slots,
             num_tokens=num_tokens,
-            lag=begin - state.draft_computed[slots] if self._draft_pages is not None else np.zeros_like(slots),
+            lag=begin - state.draft_computed[slots] if self._has_draft else np.zeros_like(slots),
             limit=limit,
-            accepted=state.counts.accepted[slots],
-            tried=state.counts.tried[slots],
+            accepted=state.counts.accepted_of_draft(slots) if self._has_draft else state.counts.accepted[slots],
+            tried=state.counts.tried_of_draft(slots) if self._has_draft else state.counts.tried[slots],
             num_output=num_tokens - state.num_prompt[slots],
             remaining=state.end[slots] - num_tokens,
             num_prefill_rows=num_prefill_rows,
             cost=self.cost,
         )
+
+    def _room(self, slots: IntArray, begin: IntArray) -> IntArray:
+        """[B] tokens that requests may draft, whatever drafts them."""
+        room: IntArray = np.minimum(np.maximum(self._slots.end[slots] - begin - 1, 0), self._slots.max_draft[slots])
+        return room
 
     def _head_limit(self, head: HeadLimits, begin: IntArray, limit: IntArray) -> IntArray:
         """Nothing without features, and nothing where a block would reach beyond the longest context."""
@@ -148,14 +165,34 @@ class DraftPlanner:
         return np.where(can_draft, np.minimum(limit, head.max_length), 0)
 
     def ask_policy(self, view: BatchView) -> IntArray:
+        """Lengths of the draft."""
         if self.is_away:
             return np.zeros_like(view.slots)
-        lengths = np.asarray(self.policy.lengths(view))
+        return np.minimum(self._checked(self.policy.lengths(view), view), view.limit)
+
+    def _ask_guesses(self, view: BatchView) -> Guesses:
+        """Lengths of the draft and of prompt lookup."""
+        if self.lookup is None or not self.policy.max_length:
+            return Guesses(self.ask_policy(view), np.zeros(view.num_requests, dtype=np.bool_))
+        room = np.minimum(self._room(view.slots, view.num_tokens), self.policy.max_length)
+        is_alone = self.is_away or not self._has_draft
+        lookup = self.lookup.look(view.slots, room, is_alone)
+        view = replace(view, lookup=lookup)
+        if is_alone:  # prompt lookup is the draft, and is never behind
+            view = replace(view, limit=lookup.limit, lag=np.zeros_like(view.lag))
+        guesses = self.policy.guesses(view)
+        lengths = self._checked(guesses.lengths, view)
+        is_looked_up = guesses.is_looked_up | is_alone
+        return Guesses(np.minimum(lengths, np.where(is_looked_up, lookup.limit, view.limit)), is_looked_up)
+
+    def _checked(self, given: IntArray, view: BatchView) -> IntArray:
+        """Lengths, if a policy may give them."""
+        lengths = np.asarray(given)
         if lengths.dtype.kind not in "iu" or lengths.shape != view.slots.shape or (lengths < 0).any():
             raise EngineError(
                 f"policy {self.policy.name!r} gave {lengths!r}; expected {view.num_requests} integers of at least 0"
             )
-        return np.minimum(lengths, view.limit)
+        return lengths
 
     def fit_rows(self, lengths: IntArray, num_others: int, num_prefill_rows: int) -> IntArray:
         """Cap lengths to the rows of a step, less `num_others`. Prompts keep a quarter: drafts do not starve them."""
@@ -204,6 +241,10 @@ class DraftPlanner:
 
     # ── the draft's position ─────────────────────────────────────────────────────────────────────────────────────────
 
+    def vacate(self, slot: int) -> None:
+        if self.lookup is not None:
+            self.lookup.forget(slot)
+
     def admit(self, slot: int) -> None:
         if self.overlap is not None:
             self.overlap.clear(slot)
@@ -212,7 +253,7 @@ class DraftPlanner:
         """Set the draft's position after a step; the target's is set. KV from the first rejected token on is void."""
         computed = plan.draft_start + plan.draft_rows
         if self._limits.head is None:  # the draft computed all its tokens but the last
-            computed = computed + np.maximum(result.num_drafted - 1, 0)
+            computed = computed + np.maximum(result.num_drafted - plan.looked_up - 1, 0)
         elif self._limits.head.block_rows:  # the last context token was a row of the block
             computed = np.minimum(computed, plan.num_tokens - 1)
         valid = np.minimum(computed, self._slots.num_tokens[plan.slots] - 1)
@@ -232,6 +273,11 @@ class DraftPlanner:
         """The draft's KV is valid up to the last token but one, `num_drafts` drafts included, less `short` tokens."""
         computed = self._slots.num_tokens[slots] + num_drafts - 1 - short
         self._slots.draft_computed[slots] = np.minimum(self._slots.draft_computed[slots], computed)
+
+    @property
+    def _has_draft(self) -> bool:
+        """Whether drafts come from a model or a head, and not from prompt lookup alone."""
+        return self._draft_pages is not None
 
     # ── pages and rows of the draft ──────────────────────────────────────────────────────────────────────────────────
 

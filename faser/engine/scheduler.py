@@ -18,6 +18,7 @@ from faser.cost.profiled_cost import ProfiledCost
 from faser.engine.admission import AdmissionQueue, check_size
 from faser.engine.ahead import PlansInFlight
 from faser.engine.drafting import Drafting, DraftPlanner
+from faser.engine.lookup import PromptLookup
 from faser.engine.overlap import OverlapState
 from faser.engine.pages import PagePool, PagePools
 from faser.engine.prefixes import Prefixes
@@ -45,6 +46,7 @@ class Scheduler:
     """Continuous batching over two page pools.
 
     `draft_pages` is None where drafts need no KV (n-gram). `speculates` says whether there is any draft at all.
+    `looks_up`: drafts are also, or only, found in the contexts of their requests.
     `pace` bounds the seconds of a step; without it only rows are bounded. `overlap`, and policy, cost and pace of
     `drafts`, may be exchanged between two steps. `reporter` is the class that turns tokens into progress.
     """
@@ -60,6 +62,7 @@ class Scheduler:
         prefix_caching: bool = True,
         cost: ProfiledCost | None = None,
         overlap: Overlap | None = None,
+        looks_up: bool = False,
         pace: StepPace | None = None,
         reporter: type[Reporter] = Reporter,
     ) -> None:
@@ -69,7 +72,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_planned = 0  # steps
         self.num_landed = 0  # of these, steps whose result was committed or given up
-        self.last_drafted = 0  # num_landed after the latest step with drafts
+        self.last_drafted = 0  # num_landed after the latest step in which the draft was used
         self._speculates = speculates
         self._pools = PagePools(target_pages, draft_pages)
         self._slots = SlotTable(limits.max_running, limits.max_model_len)
@@ -85,6 +88,8 @@ class Scheduler:
         self._untold: list[Progress] = []  # not handed out yet
         self._cancelling: list[OpenRequest] = []  # cancelled while a step was in flight
         self.drafts.cost, self.drafts.pace, self.overlap = cost, pace, overlap
+        if looks_up:
+            self.drafts.lookup = PromptLookup(self._slots)
 
     @property
     def overlap(self) -> Overlap | None:
@@ -172,7 +177,7 @@ class Scheduler:
         """Take in what a step produced: tokens, computed rows, full pages, ends."""
         landed = self._in_flight.land(plan, result)
         self.num_landed += 1
-        if landed.settled.has_drafts:
+        if landed.settled.by_draft.has_drafts:
             self.last_drafted = self.num_landed
         plan, result, emitted = landed.plan, landed.result, landed.emitted
         self._slots.append(plan, emitted, result.token_ids)
@@ -281,7 +286,8 @@ class Scheduler:
         """Send a request back to the queue, to compute its context again or find it in the prefix cache."""
         slots, slot = self._slots, request.slot
         request.token_ids = slots.tokens[slot, : slots.num_tokens[slot]].copy()
-        request.stats, request.tried, request.num_found = slots.stats(request), int(slots.counts.tried[slot]), 0
+        request.stats, request.num_found = slots.stats(request), 0
+        request.tried, request.lookup_tried = int(slots.counts.tried[slot]), int(slots.counts.lookup_tried[slot])
         self._vacate(request)
         self._queue.put_back(request)
         self.num_preemptions += 1
@@ -350,6 +356,7 @@ class Scheduler:
             moves=moves,
             vision=self.vision.plan(encoding, slots, start, num_rows) if self.vision is not None else None,
             copies=self.retained.take_copies(),
+            lookup=drafting.lookup,
         )
 
     def _compact(self) -> PageMoves | None:
@@ -406,6 +413,7 @@ class Scheduler:
         self.retained.vacate(slot)
         self._pools.release(slot)
         self._reporter.leave(request)
+        self.drafts.vacate(slot)
         if self.vision is not None:
             self.vision.vacate(slot)
         self._slots.vacate(slot)

@@ -45,6 +45,7 @@ class OpenRequest:
     num_found: int = 0  # pages found in the prefix cache when last looked for, while the request waits
     stats: Stats = field(default_factory=Stats)  # from before a preemption
     tried: int = 0  # drafts tried before a preemption: accepted + the first rejected of each step
+    lookup_tried: int = 0  # of these, drafts that were looked up
     slot: int = -1  # -1: it waits
 
     @property
@@ -110,7 +111,7 @@ class SlotTable:
         self.num_computed[slot] = num_computed
         self.draft_computed[slot] = 0
         self.max_draft[slot] = HARD_MAX_LENGTH if params.max_draft is None else min(params.max_draft, HARD_MAX_LENGTH)
-        self.counts.restore(slot, new.stats, new.tried)
+        self.counts.restore(slot, new.stats, new.tried, new.lookup_tried)
         self._numbers[slot] = new.number
         place = int(np.searchsorted(self._numbers[self.running], new.number))
         self.running = np.insert(self.running, place, slot)
@@ -159,12 +160,23 @@ class SpeculationCounts:
 
     def __init__(self, max_running: int) -> None:
         self.drafted, self.verified, self.accepted, self.steps, self.tried = np.zeros((5, max_running), dtype=np.int64)
+        # of these, what was looked up
+        self.looked_up, self.lookup_accepted, self.lookup_tried = np.zeros((3, max_running), dtype=np.int64)
         self._lengths: IntArray = np.zeros((max_running, HARD_MAX_LENGTH + 1), dtype=np.int64)  # steps, by draft length
 
-    def restore(self, slot: int, stats: Stats, tried: int) -> None:
+    def accepted_of_draft(self, slots: IntArray) -> IntArray:
+        """[B] without drafts that were looked up."""
+        return self.accepted[slots] - self.lookup_accepted[slots]
+
+    def tried_of_draft(self, slots: IntArray) -> IntArray:
+        """[B] without drafts that were looked up."""
+        return self.tried[slots] - self.lookup_tried[slots]
+
+    def restore(self, slot: int, stats: Stats, tried: int, lookup_tried: int) -> None:
         self.drafted[slot], self.verified[slot] = stats.drafted, stats.verified
         self.accepted[slot], self.steps[slot] = stats.accepted, stats.steps
-        self.tried[slot] = tried
+        self.looked_up[slot], self.lookup_accepted[slot] = stats.looked_up, stats.lookup_accepted
+        self.tried[slot], self.lookup_tried[slot] = tried, lookup_tried
         self._lengths[slot] = 0
         self._lengths[slot, : len(stats.lengths)] = stats.lengths
 
@@ -174,7 +186,13 @@ class SpeculationCounts:
             self.drafted[slots] += result.num_drafted
             self.verified[slots] += result.num_verified
             self.accepted[slots] += result.num_accepted
-            self.tried[slots] += np.minimum(result.num_accepted + 1, result.num_verified)
+            tried = np.minimum(result.num_accepted + 1, result.num_verified)
+            self.tried[slots] += tried
+            if plan.lookup is not None:
+                is_looked_up = plan.lookup.is_looked_up
+                self.looked_up[slots] += plan.looked_up
+                self.lookup_accepted[slots] += np.where(is_looked_up, result.num_accepted, 0)
+                self.lookup_tried[slots] += np.where(is_looked_up, tried, 0)
         self.steps[slots] += samples
         self._lengths[slots, np.minimum(result.num_drafted, HARD_MAX_LENGTH)] += samples
 
@@ -185,6 +203,8 @@ class SpeculationCounts:
             drafted=int(self.drafted[slot]),
             verified=int(self.verified[slot]),
             accepted=int(self.accepted[slot]),
+            looked_up=int(self.looked_up[slot]),
+            lookup_accepted=int(self.lookup_accepted[slot]),
             steps=int(self.steps[slot]),
             lengths=tuple(np.trim_zeros(self._lengths[slot], "b").tolist()),
         )

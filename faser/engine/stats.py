@@ -35,6 +35,8 @@ class EngineStats:
     drafted: int = 0
     verified: int = 0
     accepted: int = 0
+    looked_up: int = 0  # of drafted, tokens from prompt lookup
+    lookup_accepted: int = 0  # of accepted, tokens from prompt lookup
     chunks: int = 0  # made beside a verification
     hits: int = 0  # chunks that hit
     lanes: int = 1  # parts of the device that the last step ran on
@@ -83,6 +85,9 @@ class EngineStats:
             self.drafted += int(result.num_drafted.sum())
             self.verified += int(result.num_verified.sum())
             self.accepted += int(result.num_accepted.sum())
+        if plan.lookup is not None:
+            self.looked_up += int(plan.looked_up.sum())
+            self.lookup_accepted += int(result.num_accepted[plan.lookup.is_looked_up].sum())
         self._record_overlap(plan.overlap, result)
         if result.num_verified.any():
             self.verified_per_position = _add_positions(self.verified_per_position, result.num_verified)

@@ -11,11 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from faser.arrays import FloatArray, IntArray
-from faser.policy.base import BatchView, Outcome
+from faser.policy.base import PRIOR_RATE, PRIOR_WEIGHT, BatchView, Outcome
 from faser.rules.stopping import accepted_chance, log_odds
 
-PRIOR_RATE = 0.7  # of a pair of models that has not drafted yet
-PRIOR_WEIGHT = 16.0  # tried tokens the prior counts as, at each position
 REQUEST_PRIOR_WEIGHT = 16.0  # tried tokens the mean of all requests counts as against a request's own
 ACCEPTANCE_DECAY = 0.998  # of counts, at every step: half-life 346 steps
 CALIBRATION_WEIGHT = 4.0  # tried tokens that the initial calibration counts as, about
@@ -44,7 +42,7 @@ class Acceptance:
     def learn(self, outcome: Outcome, depth: int | None = None) -> None:
         """Count each request's accepted tokens and its first rejected one; only the first `depth` positions."""
         size = self._tried.size
-        accepted, lengths = outcome.accepted, outcome.lengths
+        lengths, accepted = outcome.of_draft
         if depth is not None:
             accepted, lengths = np.minimum(accepted, depth), np.minimum(lengths, depth)
         self._tried *= ACCEPTANCE_DECAY
@@ -84,8 +82,9 @@ class Calibration:
         if outcome.confidence is None:
             return
         position = np.arange(outcome.confidence.shape[1])
-        tried = position < np.minimum(outcome.accepted + 1, outcome.lengths)[:, None]
-        accepted = (position < outcome.accepted[:, None])[tried]
+        lengths, right = outcome.of_draft
+        tried = position < np.minimum(right + 1, lengths)[:, None]
+        accepted = (position < right[:, None])[tried]
         confidence = outcome.confidence[tried]
         expected = accepted_chance(confidence, self.weights)
         features = np.stack([np.ones_like(confidence), log_odds(confidence)])

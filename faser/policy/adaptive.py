@@ -15,7 +15,7 @@ from faser.arrays import BoolArray, FloatArray, IntArray
 from faser.cost.profiled_cost import MAX_STEADY_LAG, ProfiledCost
 from faser.limits import ADAPTIVE_MAX_LENGTH
 from faser.policy.acceptance import Acceptance, Calibration
-from faser.policy.base import BatchView, Outcome, Policy
+from faser.policy.base import BatchView, Guesses, Outcome, Policy
 from faser.policy.evidence import UNTRUSTED_LENGTH, MeasuredGain, is_trusted
 from faser.policy.residency import Regret, ResidencyRule
 from faser.rules.stopping import Stopping
@@ -60,6 +60,9 @@ class Adaptive(Policy):
     stops drafting when another token is not worth its cost (faser/rules/stopping.py).
 
     Where costs predict steps too poorly to tell whether drafting pays, measured speed decides (evidence.py).
+
+    Tokens from prompt lookup cost rows of the verification alone. A request looks its drafts up where that brings more
+    accepted tokens than the draft would; and all requests do, or draft nothing, where not running the draft is faster.
     """
 
     name = "faser"
@@ -83,7 +86,8 @@ class Adaptive(Policy):
             self._acceptance.learn(outcome, depth=1)
             self._checked_acceptance.learn(outcome)
             self._calibration.learn(outcome)
-        self._measured.learn(outcome, self._plain_seconds.get(outcome.slots.size, 0.0))
+        if outcome.is_looked_up is None:  # else the speed is not the draft's alone
+            self._measured.learn(outcome, self._plain_seconds.get(outcome.slots.size, 0.0))
         kept = math.exp(-outcome.seconds / TRAFFIC_SECONDS)
         self._prompt_rows = kept * self._prompt_rows + outcome.num_prefill_rows
         self._prompt_seconds = kept * self._prompt_seconds + outcome.seconds * (outcome.num_prefill_rows > 0)
@@ -108,18 +112,19 @@ class Adaptive(Policy):
         survival = self._survival(view)
         row = batch.row_beside_prompts()
         max_price = self._price(batch.plain_seconds / batch.size, row)
-        if batch.can_never_pay(max_price * float(survival.max())):
+        is_alone = view.lookup is not None and view.lookup.is_alone
+        if not is_alone and batch.can_never_pay(max_price * float(survival.max())):
             return none
         drafts = _DraftOrder.of(survival)
-        steps = _StepPrices(batch, drafts)
-        fastest = steps.fastest()
+        steps = _StepPrices(batch, drafts, np.zeros_like(may_draft) if is_alone else None)
+        fastest = steps.fastest
         if fastest is None:
             return none
         drafting = fastest.lengths > 0
         late = drafting & is_late
         if late.any() and not self._catch_up_pays(view, view.cost, drafting, late):
             steps = _StepPrices(batch, drafts.without(is_late))
-            fastest = steps.fastest()
+            fastest = steps.fastest
         if fastest is None:
             return none
         price = self._price(fastest.seconds_per_token, row)
@@ -130,17 +135,49 @@ class Adaptive(Policy):
         if not self._measured.allows(batch.size, expected_gain, view.cost.error):
             return none
         longest = DEPTH if is_trusted(expected_gain, view.cost.error) else UNTRUSTED_LENGTH
-        if view.cost.profile.stop_seconds is None or not _checks_pay(view, view.cost, view.cost.profile.stop_seconds):
+        stop_seconds = None if is_alone else view.cost.profile.stop_seconds
+        if stop_seconds is None or not _checks_pay(view, view.cost, stop_seconds):
             return np.minimum(chosen.lengths, longest)
-        self._stopping = self._rule(view, view.cost, view.cost.profile.stop_seconds, price)
+        self._stopping = self._rule(view, view.cost, stop_seconds, price)
         return np.where(chosen.lengths > 0, np.minimum(view.limit, longest), 0)
+
+    def guesses(self, view: BatchView) -> Guesses:
+        lookup = view.lookup
+        if lookup is None or lookup.is_alone or not lookup.limit.any():
+            return super().guesses(view)
+        drafted = self.lengths(view)
+        own = np.where(drafted[:, None] > 0, self._survival(view), 0.0)
+        found = lookup.survival[:, : own.shape[1]]
+        is_better = (lookup.limit > 0) & (found.sum(axis=1) >= own.sum(axis=1))
+        assert view.cost is not None
+        batch = _DecodingBatch(view, view.cost)
+        best = np.where(is_better[:, None], found, own)
+        with_draft = _StepPrices(batch, _DraftOrder.of(best), ~is_better)
+        without = _StepPrices(batch, _DraftOrder.of(found), np.zeros_like(is_better))
+        steps = max((with_draft, without), key=_StepPrices.speed)
+        fastest = steps.fastest
+        if fastest is None:
+            return Guesses(np.zeros_like(drafted), is_better)
+        is_looked_up = lookup.limit > 0 if steps is without else is_better
+        drafted = np.where(fastest.lengths > 0, drafted, 0)
+        return Guesses(np.where(is_looked_up, self._lookup_lengths(view.cost, batch, steps), drafted), is_looked_up)
+
+    def _lookup_lengths(self, cost: ProfiledCost, batch: _DecodingBatch, steps: _StepPrices) -> IntArray:
+        """The lengths of greatest value; only those of drafts that are looked up count."""
+        fastest = steps.fastest
+        assert fastest is not None
+        chosen = steps.most_valuable(self._price(fastest.seconds_per_token, batch.row_beside_prompts()))
+        if chosen is None:
+            return np.zeros_like(fastest.lengths)
+        expected_gain = batch.plain_seconds / (batch.size * fastest.seconds_per_token)
+        return np.minimum(chosen.lengths, DEPTH if is_trusted(expected_gain, cost.error) else UNTRUSTED_LENGTH)
 
     def expected_gain(self, view: BatchView) -> float:
         if not view.limit.any() or self._measured.rules_out(view.num_requests):
             return 1.0
         assert view.cost is not None
         batch = _DecodingBatch(view, view.cost)
-        fastest = _StepPrices(batch, _DraftOrder.of(self._survival(view))).fastest()
+        fastest = _StepPrices(batch, _DraftOrder.of(self._survival(view))).fastest
         if fastest is None:
             return 1.0
         gain = batch.plain_seconds / (batch.size * fastest.seconds_per_token)
@@ -189,6 +226,8 @@ class Adaptive(Policy):
     def _survival(self, view: BatchView) -> FloatArray:
         """[B, depth] P(a draft is accepted up to each position), to a depth that MAX_DRAFTS leaves room for."""
         depth = min(DEPTH, MAX_DRAFTS // view.num_requests + 2)
+        if view.lookup is not None and view.lookup.is_alone:
+            return view.lookup.survival[:, :depth]
         survival: FloatArray = self._acceptance.position_rates(view, depth).cumprod(axis=1)
         survival[POSITIONS[:depth] >= view.limit[:, None]] = 0.0
         return survival
@@ -283,25 +322,35 @@ class _LengthChoice:
 
 
 class _StepPrices:
-    """All steps considered: the likeliest n drafts among those of at most d positions, for every n [N] and d [D]."""
+    """All steps considered: the likeliest n drafts among those of at most d positions, for every n [N] and d [D].
 
-    def __init__(self, batch: _DecodingBatch, drafts: _DraftOrder) -> None:
+    `uses_draft` [B]: the requests whose tokens the draft makes; None: all. The others cost rows alone.
+    """
+
+    def __init__(self, batch: _DecodingBatch, drafts: _DraftOrder, uses_draft: BoolArray | None = None) -> None:
         self._batch = batch
         self._owner, self._position = drafts.owner[:MAX_DRAFTS], drafts.position[:MAX_DRAFTS]
         self._survival = drafts.survival[:MAX_DRAFTS]
         is_at = self._position == POSITIONS[: self._position.max(initial=0) + 1, None]
-        drafting = is_at.cumsum(axis=1)  # [D, N] requests that draft each position
+        reaching = is_at.cumsum(axis=1)  # [D, N] requests that have a draft at each position
+        drafting = reaching if uses_draft is None else (is_at & uses_draft[self._owner]).cumsum(axis=1)
         first, further = batch.drafts
         seconds = further[drafting]
         seconds[0] = first[drafting[0]]
         self._draft_seconds = _sum_down(seconds) + batch.host
         self._gain = _sum_down((is_at * self._survival).cumsum(axis=1))
-        self._count = _sum_down(drafting)
+        self._count = _sum_down(reaching)
 
+    @cached_property
     def fastest(self) -> _LengthChoice | None:
         """The step with the most tokens per second, without prompt rows."""
         size = self._batch.size
         return self._best(self._batch.alone, lambda gain, seconds: (size + gain) / seconds)
+
+    def speed(self) -> float:
+        """Tokens per second of the fastest step; 0 if it has no drafts."""
+        fastest = self.fastest
+        return 0.0 if fastest is None else 1 / fastest.seconds_per_token
 
     def most_valuable(self, price: float) -> _LengthChoice | None:
         """The step with the largest price × gain - seconds, with the prompt rows of this step."""

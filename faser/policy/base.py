@@ -11,11 +11,31 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from faser.arrays import FloatArray, IntArray
+from faser.arrays import BoolArray, FloatArray, IntArray
 from faser.cost.profiled_cost import ProfiledCost
 from faser.limits import ADAPTIVE_MAX_LENGTH, HARD_MAX_LENGTH
 from faser.policy.residency import FreePages, ResidencyRule
 from faser.rules.stopping import Stopping
+
+PRIOR_RATE = 0.7  # acceptance rate of a draft that has not drafted yet
+PRIOR_WEIGHT = 16.0  # tried tokens that the prior counts as
+
+
+@dataclass(frozen=True)
+class LookupView:
+    """What prompt lookup found in the contexts of a batch. B requests."""
+
+    limit: IntArray  # [B] most tokens that may be drafted from it; 0: nothing was found
+    survival: FloatArray  # [B, depth] P(its tokens are accepted up to each position); 0 beyond the limit
+    is_alone: bool  # there is no draft, or it is away: every draft of this step is looked up
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """A policy's answer: how much each request drafts, and where from. Arrays are [B]."""
+
+    lengths: IntArray
+    is_looked_up: BoolArray  # its drafts come from prompt lookup, not from the draft
 
 
 @dataclass(frozen=True)
@@ -32,6 +52,7 @@ class BatchView:
     remaining: IntArray  # tokens it may still generate, if nothing stops it
     num_prefill_rows: int  # prompt rows that share the step
     cost: ProfiledCost | None = None  # given where the policy `needs_cost`
+    lookup: LookupView | None = None  # given where prompt lookup is there; `limit` is then that of the draft
 
     @classmethod
     def alike(cls, num_requests: int, num_tokens: int, cost: ProfiledCost) -> BatchView:
@@ -66,6 +87,14 @@ class Outcome:
     num_prefill_rows: int
     seconds: float
     confidence: FloatArray | None = None  # [B, depth] of the drafted tokens, where confidence checks were made
+    is_looked_up: BoolArray | None = None  # whose drafts were not made by the draft; None: nobody's
+
+    @property
+    def of_draft(self) -> tuple[IntArray, IntArray]:
+        """[B] lengths and accepted tokens of what the draft made."""
+        if self.is_looked_up is None:
+            return self.lengths, self.accepted
+        return np.where(self.is_looked_up, 0, self.lengths), np.where(self.is_looked_up, 0, self.accepted)
 
 
 class Policy(ABC):
@@ -86,6 +115,21 @@ class Policy(ABC):
     @abstractmethod
     def lengths(self, view: BatchView) -> IntArray:
         """[B] lengths of at least 0. The scheduler cuts them to `view.limit` and to the pages that are free."""
+
+    def guesses(self, view: BatchView) -> Guesses:
+        """Lengths, and who looks its drafts up: those that expect at least as many accepted tokens from that.
+
+        The draft's tokens are taken to be accepted at the request's own rate, shrunk to that of all running requests.
+        """
+        lengths, lookup = self.lengths(view), view.lookup
+        if lookup is None or lookup.is_alone:
+            return Guesses(lengths, np.full(lengths.shape, lookup is not None))
+        mean = (view.accepted.sum() + PRIOR_RATE * PRIOR_WEIGHT) / (view.tried.sum() + PRIOR_WEIGHT)
+        rates = (view.accepted + mean * PRIOR_WEIGHT) / (view.tried + PRIOR_WEIGHT)
+        depth = np.arange(1, lookup.survival.shape[1] + 1)
+        drafted = (rates[:, None] ** depth * (depth <= np.minimum(lengths, view.limit)[:, None])).sum(axis=1)
+        found = (lookup.survival * (depth <= lengths[:, None])).sum(axis=1)
+        return Guesses(lengths, (found > 0) & (found >= drafted))
 
     def learn(self, outcome: Outcome) -> None:  # noqa: B027 - a policy need not learn
         """Told of every step in which a request decoded, in order. The next step may be planned already."""

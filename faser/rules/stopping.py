@@ -34,7 +34,7 @@ class Stopping:
     def cut(self, confidence: FloatArray, lengths: IntArray) -> IntArray:
         """[B] how much of each draft to verify, where all tokens are drafted already: rows are their only price.
 
-        confidence [B, depth] by index in the plan; NaN where nothing was drafted.
+        confidence [B, depth] by index in the plan; NaN where the draft made nothing, which keeps its length.
         """
         depth = min(confidence.shape[1], self.seconds.size)
         chance = accepted_chance(np.nan_to_num(confidence[:, :depth]), self.calibration)
@@ -42,7 +42,7 @@ class Stopping:
         row_seconds: FloatArray = self.seconds[:depth] / num_requests
         is_worth_it: BoolArray = self.price * chance.cumprod(axis=1) > row_seconds
         most: IntArray = is_worth_it.cumprod(axis=1).sum(axis=1)
-        return np.minimum(lengths, most)
+        return np.where(np.isnan(confidence[:, 0]), lengths, np.minimum(lengths, most))
 
     def spread(self, requests: BoolArray) -> Stopping:
         """The rule for a larger batch, in which this rule's requests are those marked; the others never draft."""

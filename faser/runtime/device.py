@@ -28,7 +28,7 @@ class Parts:
 
     target: Transformer
     draft: DraftModel | None
-    uses_ngrams: bool
+    looks_up: bool  # drafts are also, or only, found in the contexts of their requests
     limits: Limits
     page_size: int
     max_length: int  # most tokens that a request drafts in one step

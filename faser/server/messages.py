@@ -6,6 +6,7 @@ of the messages and their framing; knows no engine and no HTTP.
 
 from __future__ import annotations
 
+import signal
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 from faser.request import Progress, SamplingParams
 from faser.vision import Grid, Vision, VisionSettings
 
+TRACE_SIGNAL = signal.SIGUSR1  # makes the engine's process write the stacks of its threads to the log
 _LENGTH_BYTES = 4
 BUFFER_BYTES = 4 * 2**20  # of the socket in each direction, so that a busy HTTP process does not stall a step
 
@@ -224,6 +226,8 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     grids_encoded: int = 0
     grids_found: int = 0  # that a request found encoded
     tokens_reused: int = 0  # whose KV was taken from the context of a session
+    looked_up: int = 0  # of drafted, tokens from prompt lookup
+    lookup_accepted: int = 0  # of accepted, tokens from prompt lookup
 
     @property
     def kv_used(self) -> float:

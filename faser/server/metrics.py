@@ -145,6 +145,11 @@ class PrometheusText:
         accepted, pruned = dict(enumerate(now.accepted_per_position)), dict(sorted(exits.pruned.items()))
         yield _counters("vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted, by position in the draft",
                         "position", accepted, model)  # fmt: skip
+        for what, lookup, total in (("draft", now.looked_up, now.drafted),
+                                    ("accepted", now.lookup_accepted, now.accepted)):  # fmt: skip
+            yield _counters(f"faser:spec_decode_guesser_{what}_tokens", f"{what.capitalize()} tokens, by what guessed "
+                            "them: prompt lookup, or a draft model or head", "guesser",
+                            {"lookup": lookup, "draft": total - lookup}, model)  # fmt: skip
         yield _counters("faser:early_exit_pruned_tokens", "Tokens pruned by early exit, by the layer after which they "
                         "were dropped", "layer", pruned, model)  # fmt: skip
         lengths = Histogram(range(max(9, len(now.lengths))))

@@ -41,6 +41,13 @@ def test_generate_prints_text_and_a_summary(model, capsys):
     assert captured.err.startswith("5 tokens in 5 steps")
 
 
+def test_a_summary_says_what_prompt_lookup_drafted():
+    stats = EngineStats(emitted=9, steps=4, step_seconds=1.0, drafted=10, verified=8, accepted=4)
+    assert "lookup" not in summary(stats)
+    stats = replace(stats, looked_up=6, lookup_accepted=3)
+    assert summary(stats).endswith("of these by prompt lookup: drafted 6, accepted 3")
+
+
 def test_generate_gives_the_same_json_with_and_without_drafts(model, capsys, monkeypatch):
     def run(*extra):
         monkeypatch.setattr(sys, "stdin", io.StringIO("a draft proposes"))
@@ -53,7 +60,8 @@ def test_generate_gives_the_same_json_with_and_without_drafts(model, capsys, mon
     assert [o["token_ids"] for o in plain] == [o["token_ids"] for o in drafted]
     assert [o["text"] for o in plain] == [o["text"] for o in drafted]
     assert plain[0]["stats"]["drafted"] == 0
-    names = {"drafted", "verified", "accepted", "steps", "cached", "reused", "lengths", "pruned"}
+    names = {"drafted", "verified", "accepted", "steps", "cached", "reused", "lengths", "pruned", "looked_up",
+             "lookup_accepted"}  # fmt: skip
     assert set(plain[0]["stats"]) == names
     assert len(plain[0]["logprobs"]) == len(plain[0]["token_ids"])
 

@@ -26,7 +26,7 @@ from tests.oracle import (
     HEADS,
     SEED,
     VOCABULARY,
-    RandomLengths,
+    RandomGuesses,
     SometimesOverlap,
     World,
     expected_output,
@@ -313,16 +313,16 @@ def test_the_random_overlap_of_these_tests_makes_every_kind_of_step():
 @given(
     workload=workloads(), num_pages=st.integers(9, 40), num_draft_pages=st.integers(4, 30), seed=st.integers(0, 99),
     caching=st.booleans(), max_batch_tokens=st.integers(4, 14), stops=st.booleans(),
-    mechanism=st.sampled_from(["plain", "overlap", *HEADS]),
+    mechanism=st.sampled_from(["plain", "lookup", "overlap", *HEADS]),
 )  # fmt: skip
 def test_any_workload_gets_its_tokens_and_loses_no_page(
     kind, workload, num_pages, num_draft_pages, seed, caching, max_batch_tokens, stops, mechanism
 ):
-    policy = {"off": Fixed(0), "sometimes": Sometimes(seed), "random": RandomLengths(3), "fixed": Fixed(3)}[kind]
+    policy = {"off": Fixed(0), "sometimes": Sometimes(seed), "random": RandomGuesses(3), "fixed": Fixed(3)}[kind]
     engine, world, _ = make_engine(
         policy, num_pages=num_pages, num_draft_pages=num_draft_pages, max_running=4,
         max_batch_tokens=max_batch_tokens, max_model_len=MAX_LEN, caching=caching, head=HEADS.get(mechanism),
-        overlap=SometimesOverlap(seed) if mechanism == "overlap" else None,
+        overlap=SometimesOverlap(seed) if mechanism == "overlap" else None, looks_up=mechanism == "lookup",
     )  # fmt: skip
     world.executor.stops = stops
     expected, texts = {}, []

@@ -18,7 +18,16 @@ from faser.policy import Fixed, Policy
 from faser.request import FinishReason
 from faser.step import StepPlan, StepSeconds
 from tests.ahead import Ahead
-from tests.oracle import HEADS, SEED, RandomLengths, SometimesOverlap, World, expected_output, make_request
+from tests.oracle import (
+    HEADS,
+    SEED,
+    RandomGuesses,
+    RandomLengths,
+    SometimesOverlap,
+    World,
+    expected_output,
+    make_request,
+)
 
 
 def assert_exact(world, *requests):
@@ -697,14 +706,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         agreement=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
         caching=st.booleans(),
         seed=st.integers(0, 99),
-        kind=st.sampled_from(["plain", "overlap", *HEADS]),
+        kind=st.sampled_from(["plain", "lookup", "overlap", *HEADS]),
         bound=st.sampled_from([None, 0.011, 0.03]),
     )
     def start(self, num_pages, num_draft_pages, max_running, spare_rows, agreement, caching, seed, kind, bound) -> None:
         if kind in HEADS:  # a head has pages
             num_draft_pages = num_draft_pages or 20
         self.world = World(
-            RandomLengths(5, seed),
+            RandomGuesses(5, seed),
             num_pages=num_pages,
             num_draft_pages=num_draft_pages,
             max_running=max_running,
@@ -714,6 +723,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             caching=caching,
             head=HEADS.get(kind),
             overlap=SometimesOverlap(seed) if kind == "overlap" else None,
+            looks_up=kind == "lookup",
             pace=None if bound is None else StepPace(bound, Pacing(1e3 * bound, 4, 1)),
             seconds=seconds_of,
         )

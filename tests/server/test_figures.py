@@ -71,7 +71,7 @@ def test_metrics_carry_their_names_and_the_snapshot_s_numbers():
     figures = Figures()
     figures.latest = snapshot(
         drafted=30, verified=25, accepted=20, pages_held=5, draft_pages_held=2,
-        lengths=[4, 0, 15], accepted_per_position=[12, 8], off_seconds=1.5,
+        lengths=[4, 0, 15], accepted_per_position=[12, 8], off_seconds=1.5, looked_up=12, lookup_accepted=11,
     )  # fmt: skip
     text = PrometheusText(figures, engine(running=3, waiting=2)).render().decode()
     found = {}
@@ -96,6 +96,9 @@ def test_metrics_carry_their_names_and_the_snapshot_s_numbers():
         labels["position"]: value for labels, value in found["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
     }
     assert positions == {"0": 12, "1": 8}
+    for what, expected in (("draft", {"lookup": 12, "draft": 18}), ("accepted", {"lookup": 11, "draft": 9})):
+        samples = found[f"faser:spec_decode_guesser_{what}_tokens_total"]
+        assert {labels["guesser"]: value for labels, value in samples} == expected
     lengths = {labels["le"]: value for labels, value in found["faser:draft_length_bucket"]}
     assert (lengths["0.0"], lengths["1.0"], lengths["2.0"], lengths["+Inf"]) == (4, 4, 19, 19)
     assert plain["faser:draft_length_sum"] == 30

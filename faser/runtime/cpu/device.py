@@ -30,7 +30,7 @@ from faser.runtime.kv_cache import (
     pages_over,
     require_room,
 )
-from faser.runtime.ngram import NgramDrafter
+from faser.runtime.lookup import LookupDrafter
 from faser.runtime.weights_home import home_bytes, own_weights
 from faser.threads import ThreadTuner, available_cpus, user_chose_threads
 
@@ -81,8 +81,8 @@ class CpuDevice:
             if gained:
                 assert isinstance(parts.draft, Transformer)
                 memory = CpuDraftMemory(parts.target, parts.draft, target_pages, draft_pages, num_pages, gained)
-        elif parts.uses_ngrams:
-            drafter = NgramDrafter(parts.history.numpy())
+        if parts.looks_up:
+            drafter = LookupDrafter(drafter, parts.history.numpy())
         eyes = _make_eyes(parts)
         verifier = Verifier(target, parts.sampler, parts.history, eyes)
         executor = TorchExecutor(verifier, drafter, parts.sampler, parts.history, _make_tuner(), memory, eyes)

@@ -18,12 +18,13 @@ from faser.models.transformer import Transformer
 from faser.progress import progress_bar
 from faser.runtime.cuda.block import CudaBlock, CudaBlockDrafter
 from faser.runtime.cuda.draft_memory import CudaDraftMemory, Layout
-from faser.runtime.cuda.drafter import CudaDrafter, CudaModelDrafter, CudaNgramDrafter
+from faser.runtime.cuda.drafter import CudaDrafter, CudaModelDrafter
 from faser.runtime.cuda.eagle3 import CudaEagle3, CudaEagle3Drafter
 from faser.runtime.cuda.executor import CudaExecutor
 from faser.runtime.cuda.features import CudaFeatures
 from faser.runtime.cuda.graphs import MIXED_BUCKETS, ROW_BUCKETS
 from faser.runtime.cuda.lanes import Lanes
+from faser.runtime.cuda.lookup import CudaLookupDrafter
 from faser.runtime.cuda.memory import MemoryLedger, explained_shortage, fitting_pages
 from faser.runtime.cuda.model import CudaModel
 from faser.runtime.cuda.pinned import require_host_memory
@@ -92,8 +93,8 @@ class CudaDevice:
             target.features = CudaFeatures(parts.head, target.max_rows, parts.page_size)
             drafter = _make_head_drafter(parts.head, slots, limits, parts.page_size, lanes, target)
             models += drafter.models
-        elif parts.uses_ngrams:
-            drafter = CudaNgramDrafter(slots, parts.history.numpy())
+        if parts.looks_up:
+            drafter = CudaLookupDrafter(drafter, slots)
         executor = CudaExecutor(parts, target, drafter, slots, lanes, runs_ahead=self.runs_ahead)
         if ledger is not None:
             ledger.buffers_are_made()

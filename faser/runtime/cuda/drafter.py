@@ -1,4 +1,4 @@
-"""Where drafts come from on a GPU: a draft model, or prompt lookup.
+"""Where drafts come from on a GPU: a draft model here; heads in eagle3.py and block.py, prompt lookup in lookup.py.
 
 A drafter writes its tokens into the device's history, behind each request's context and the drafts that wait there.
 Knows plans and its own model; knows nothing of the target.
@@ -17,8 +17,6 @@ import torch
 from faser.arrays import IntArray
 from faser.runtime.cuda.graphs import Shape, first_draft, next_draft, on_part
 from faser.runtime.cuda.model import CudaModel
-from faser.runtime.cuda.sampling import Slots
-from faser.runtime.ngram import lookup
 from faser.step import PageWrites, StepPlan
 
 FirstShape = Callable[[int, int], Shape | None]  # (requests, most rows of one) → the graph of the first launch
@@ -52,11 +50,14 @@ class Draft(Protocol):
 class CudaDrafter(ABC):
     """Makes the drafts of a step."""
 
-    needs_tokens = False  # the host must know all tokens of the context; then no step is planned ahead of a result
     models: tuple[CudaModel, ...] = ()  # whose graphs are captured
 
     def graphs(self, num_requests: Sequence[int], length: int) -> list[tuple[CudaModel, Shape | None]]:
         """What drafts of `length` tokens replay, for these batch sizes."""
+        return []
+
+    def dry_runs(self) -> list[Callable[[], None]]:
+        """Launches of kernels that no graph has, to compile them at start."""
         return []
 
     def apply(self, writes: PageWrites) -> None:
@@ -65,7 +66,7 @@ class CudaDrafter(ABC):
 
     @abstractmethod
     def begin(self, plan: StepPlan) -> Draft:
-        """The drafts of a step. Nothing is launched before the first `extend`."""
+        """The drafts of a step. No model runs before the first `extend`."""
 
 
 class CudaModelDrafter(CudaDrafter):
@@ -153,50 +154,3 @@ class ModelDraft:
         model.set_lengths(self._lengths)
         shape = on_part(self._first_shape(rows.size, int(rows.max())), num_sms)
         model.launch_rows(shape, rows, start, self.num_unfinished)
-
-
-class CudaNgramDrafter(CudaDrafter):
-    """Prompt lookup on the host: what followed the last time these tokens were seen. It may find nothing."""
-
-    needs_tokens = True
-
-    def __init__(self, slots: Slots, history: IntArray) -> None:
-        self._slots = slots
-        self._history = history  # int64 [max_slots, max_len] the host's copy of the tokens
-
-    def begin(self, plan: StepPlan) -> NgramDraft:
-        return NgramDraft(self._slots, self._history, plan)
-
-
-class NgramDraft:
-    """All tokens at once."""
-
-    confidence = None
-    num_unfinished = 0
-    is_whole = True
-
-    def __init__(self, slots: Slots, history: IntArray, plan: StepPlan) -> None:
-        self._slots = slots
-        self._history = history
-        self._plan = plan
-        self._is_done = False
-        self.num_tokens = np.zeros_like(plan.lengths)
-
-    @property
-    def requests(self) -> IntArray:
-        return np.flatnonzero(self.num_tokens)
-
-    def extend(self, num_sms: int = 0) -> bool:
-        if self._is_done:
-            return False
-        plan, self._is_done = self._plan, True
-        for i in np.flatnonzero(plan.lengths).tolist():
-            slot, first = int(plan.slots[i]), int(plan.num_tokens[i])
-            found = lookup(self._history[slot, :first], int(plan.lengths[i]))
-            if found.size:
-                drafted = slice(first, first + found.size)
-                self._history[slot, drafted] = found
-                tokens = torch.from_numpy(found.astype(np.int32))
-                self._slots.history[slot, drafted] = tokens.to(self._slots.history.device)
-                self.num_tokens[i] = found.size
-        return True

@@ -200,18 +200,17 @@ class CudaExecutor:
         )  # fmt: skip
 
     def _remember(self, plan: StepPlan, owners: IntArray, offsets: IntArray, token_ids: IntArray) -> None:
-        """Keep the tokens the host needs. No step is planned ahead for these requests, so their positions are known."""
-        if self.drafter is None or not self.drafter.needs_tokens:
-            kept = self._resampler.is_on_host[plan.slots[owners]]
-            owners, offsets, token_ids = owners[kept], offsets[kept], token_ids[kept]
+        """Keep the tokens that grammars read. No step is planned ahead for these, so their positions are known."""
+        kept = self._resampler.is_on_host[plan.slots[owners]]
+        owners, offsets, token_ids = owners[kept], offsets[kept], token_ids[kept]
         self._history[plan.slots[owners], plan.num_tokens[owners] + offsets] = token_ids
 
     def may_run_ahead(self, plan: StepPlan) -> bool:
         """Whether the step behind `plan` may be submitted before the result of `plan` is known.
 
-        Not if the host needs tokens (prompt lookup, grammars) or positions that drafts make uncertain (filters).
+        Not if the host needs tokens (grammars) or positions that drafts make uncertain (filters).
         """
-        if not self._runs_ahead or (self.drafter is not None and self.drafter.needs_tokens):
+        if not self._runs_ahead:
             return False
         drafts = (plan.lengths > 0) | (plan.frontier > 0)
         needed = self._resampler.is_on_host[plan.slots] | (self._resampler.is_special[plan.slots] & drafts)
@@ -297,6 +296,8 @@ class CudaExecutor:
                 num_rows = np.array([min(rows, model.max_rows)])
                 shape = Shape(1, int(num_rows[0]), int(num_rows[0]), 1)
                 yield partial(model.forward, shape, num_rows, np.zeros(1, dtype=np.int64))
+        if self.drafter is not None:
+            yield from self.drafter.dry_runs()
         everybody = Shape(self.target.requests.slots.shape[0], 0, 0, 0)
         for overlaps in (False, True):
             yield partial(self.verifier.judge, everybody, overlaps=overlaps)

@@ -21,6 +21,8 @@ from faser.runtime.cuda import linear, quantised
 from faser.runtime.cuda.attention import AttentionConfig, Memory, Tiles, attend, rotate_and_write
 from faser.runtime.cuda.compile import compile_all
 from faser.runtime.cuda.linear import rms_norm, silu_mul
+from faser.runtime.cuda.linear_plans import CUBLAS, Plan
+from faser.runtime.cuda.lookup import CudaLookupDrafter
 from faser.runtime.cuda.rows import DeviceRows
 from faser.runtime.cuda.vision import CudaEyes, RowAngles
 from tests.models.quantised.matrices import every_kind

@@ -22,7 +22,7 @@ from tests.tiny import CONFIGS
 pytest.importorskip("triton")
 
 from faser.runtime.cuda.confidence import DraftConfidence
-from faser.runtime.cuda.drafter import CudaNgramDrafter
+from faser.runtime.cuda.drafter import CudaDrafter
 from faser.runtime.cuda.launched import LaunchedStep, ResultBuffer
 
 CPU = torch.device("cpu")
@@ -126,9 +126,12 @@ class BlockDraft:
         return True
 
 
-class BlockDrafter(CudaNgramDrafter):
+class BlockDrafter(CudaDrafter):
+    def __init__(self, history: torch.Tensor) -> None:
+        self._history = history
+
     def begin(self, plan: StepPlan) -> BlockDraft:
-        return BlockDraft(self._slots.history, plan)
+        return BlockDraft(self._history, plan)
 
 
 def test_a_drafter_that_makes_a_block_of_tokens_at_once_fits_behind_the_seam(device):
@@ -136,8 +139,8 @@ def test_a_drafter_that_makes_a_block_of_tokens_at_once_fits_behind_the_seam(dev
     target = Transformer.random(replace(CONFIGS["llama3"], head_dim=16, num_layers=1), 0, std=0.3)
     requests = chosen(target, device)[:2]
     engine = make_engine(device, target, "ngram", Fixed(3))
-    executor = engine.executor
-    executor.drafter = BlockDrafter(executor._slots, executor._history)
+    engine.scheduler.drafts.lookup = None  # the policy gives lengths, and the drafter below makes the drafts
+    engine.executor.drafter = BlockDrafter(engine.executor._slots.history)
     outcome = serve(engine, requests)
     assert outcome.tokens == reference(target, requests).tokens
     assert outcome.total.drafted > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from faser.cost.profiled_cost import ProfiledCost
@@ -70,7 +71,8 @@ def test_the_profile_of_a_gpu_has_a_point_for_every_graph(profiling: Profiling):
     graphs = profiling.graph_rows
     assert profile.verify.rows == tuple(size for size in graphs if size <= 24)
     assert profile.first_draft.rows == profile.next_draft.rows == tuple(size for size in graphs if size <= 6)
-    assert min(profile.verify.seconds) > 0
-    assert min(profile.first_draft.seconds) > 0
+    context = 16.0  # tokens; noise may put a line through the contexts measured to zero at none
+    for curve in (profile.verify, profile.first_draft):
+        assert (curve(np.array(curve.rows), context) > 0).all()
     assert profile.verify.is_stepped
     assert profile.prompts.stepped_to == profile.catch_up.stepped_to == max(profile.prompts.rows)
