@@ -36,7 +36,7 @@ InMemory = TypeVar("InMemory")  # a model that is loaded
 def resolve_draft(model: object, draft: InMemory | str | None) -> InMemory | str | None:
     """What the draft option means: a model, NGRAM, a model and NGRAM (MODEL+ngram), or None for no draft.
 
-    Where it is not given, the default model has its own draft, and other models have none.
+    Where the model is not given, the default model has its own draft, and other models have none.
     """
     if isinstance(draft, str) and draft.endswith(BESIDE):
         beside = resolve_draft(model, draft.removesuffix(BESIDE) or None)
@@ -165,6 +165,10 @@ class ServerOptions:
     api_keys: tuple[str, ...] = ()  # empty: no key is needed
     open_metrics: bool = False  # /metrics needs no key
     max_waiting: int = 256  # requests in the queue, besides the running ones; a further one is answered 503
+    max_connections: int = 4096  # open at a time; a further one is answered 503
+    max_streams: int | None = None  # choices of one key that run or wait; None: `stream_limit`
+    rate_limit: int | None = None  # requests of one key in a minute; None: no limit
+    token_limit: int | None = None  # tokens of one key's prompts and answers in a minute; None: no limit
     max_body_size: int | None = None  # bytes; None: TEXT_BODY, and MEDIA_BODY where the model can see
     max_prompt_tokens: int | None = None  # None: what the model takes
     cors_origins: tuple[str, ...] = ()  # empty: no CORS headers
@@ -189,6 +193,10 @@ class ServerOptions:
         checks = {
             "port": (0 <= self.port <= 65535, "a port from 0 (any free one) to 65535"),
             "max_waiting": (self.max_waiting >= 0, "an integer of at least 0"),
+            "max_connections": (self.max_connections >= 1, "at least 1"),
+            "max_streams": (self.max_streams is None or self.max_streams >= 1, "at least 1"),
+            "rate_limit": (self.rate_limit is None or self.rate_limit >= 1, "at least 1 request a minute"),
+            "token_limit": (self.token_limit is None or self.token_limit >= 1, "at least 1 token a minute"),
             "max_body_size": (self.max_body_size is None or self.max_body_size >= 1, "at least 1 byte"),
             "max_prompt_tokens": (self.max_prompt_tokens is None or self.max_prompt_tokens >= 1, "at least 1"),
             "engine_timeout": (self.engine_timeout > 0, "seconds above 0"),
@@ -205,3 +213,9 @@ class ServerOptions:
     def body_limit(self, can_see: bool) -> int:
         """The most bytes of a request."""
         return self.max_body_size or (MEDIA_BODY if can_see else TEXT_BODY)
+
+    def stream_limit(self, room: int) -> int | None:
+        """The most choices of one key, of the `room` that there is: of several keys, none can fill the queue alone."""
+        if self.max_streams is not None or len(self.api_keys) < 2:
+            return self.max_streams
+        return max(1, room * 3 // 4)

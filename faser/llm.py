@@ -22,7 +22,7 @@ from faser.errors import EngineError, FaserError, InvalidRequest
 from faser.extras import require
 from faser.media.limits import MediaAccess, MediaLimits
 from faser.media.media import MediaPrompt
-from faser.media.messages import refuse_placeholders, split_messages
+from faser.media.messages import split_messages
 from faser.media.options import parse_options
 from faser.media.placement import place_media
 from faser.media.sliding import PlacedPrompt
@@ -202,9 +202,8 @@ class LLM:
             raise InvalidRequest(
                 "the model has no chat template; give one (chat_template=…, --chat-template FILE), or a plain prompt"
             )
-        text = self.chat_template.render(messages)
-        refuse_placeholders(messages, [self._tokenizer.token_text(token) for token in self._placeholder_ids])
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        template = self.chat_template
+        return self._tokenizer.encode_chat(template.render(messages), lambda: template.render_neutral(messages))
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from faser.config import DEFAULT_DRAFT, EngineOptions, draft_name, model_name, resolve_draft
+from faser.config import DEFAULT_DRAFT, EngineOptions, draft_name, model_name, resolve_draft, split_draft
 from faser.errors import ConfigError
 
 

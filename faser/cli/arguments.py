@@ -303,6 +303,20 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     add("--open-metrics", action="store_true", help="serve /metrics without a key")
     add("--max-waiting", type=int, default=256, metavar="N", help="requests in the queue; default: 256")
     add(
+        "--max-connections", type=int, default=4096, metavar="N",
+        help="open at a time, and fewer where `ulimit -n` is low; default: 4096",
+    )  # fmt: skip
+    add(
+        "--max-streams", type=int, metavar="N",
+        help="choices of one key that run or wait; default: with several keys three quarters of the server's room, "
+        "else no limit",
+    )  # fmt: skip
+    add("--rate-limit", type=int, metavar="N", help="requests of one key in a minute; default: no limit")
+    add(
+        "--token-limit", type=int, metavar="N",
+        help="tokens of one key's prompts and answers in a minute; default: no limit",
+    )  # fmt: skip
+    add(
         "--max-body-size", type=float, metavar="MIB",
         help="of one request; default: 8, and 64 for a model that takes pictures",
     )  # fmt: skip
@@ -371,7 +385,8 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
     key, body = os.environ.get(API_KEY_VARIABLE), args.max_body_size
     names = (
         "model", "draft", "host", "port", "served_model_name", "open_metrics", "max_waiting", "max_prompt_tokens",
-        "grace", "on_engine_failure", "engine_timeout", "generation_config", "log_level",
+        "max_connections", "max_streams", "rate_limit", "token_limit", "grace", "on_engine_failure", "engine_timeout",
+        "generation_config", "log_level",
     )  # fmt: skip
     return ServerOptions(
         **{name: getattr(args, name) for name in names},

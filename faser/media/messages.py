@@ -5,7 +5,7 @@ Knows the parts of a message. Knows nothing of HTTP, tokens or pixels, and impor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,26 +70,10 @@ def _reference(part: Mapping[str, Any], place: str) -> Reference:
     return Reference(KINDS[kind], inner["url"], place)
 
 
-def refuse_placeholders(messages: Sequence[Message], placeholders: Collection[str]) -> None:
-    """Raise InvalidRequest where a text holds what stands for a picture: it would be taken for one."""
-    for number, message in enumerate(messages):
-        for text in _texts(message):
-            found = next((each for each in placeholders if each and each in text), None)
-            if found is not None:
-                raise InvalidRequest(
-                    f"messages[{number}]: the text holds {found}, which stands for a picture or a video; remove it, or "
-                    "send a part of type image_url or video_url"
-                )
-
-
 def num_characters(messages: Sequence[Message]) -> int:
-    """Of all texts but roles and names."""
-    return sum(len(text) for message in messages for text in _texts({"content": message["content"]}))
-
-
-def _texts(message: Message) -> list[str]:
-    """All that a user writes into a message."""
-    content = message.get("content")
-    parts = content if isinstance(content, list) else []
-    given = [value for key, value in message.items() if key != "content"]
-    return [text for text in (content, *given, *(part.get("text") for part in parts)) if isinstance(text, str)]
+    """Of all texts, roles and names."""
+    named = [message.get(field) for message in messages for field in ("role", "name")]
+    contents = [message["content"] for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    texts = (*named, *contents, *(part.get("text") for part in parts))
+    return sum(len(text) for text in texts if isinstance(text, str))

@@ -31,6 +31,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 _MIXTURES = ("Moe", "MoE", "Mixtral")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Ten times what models have. A file with more is damaged or hostile.
+_MOST = {
+    "num_layers": 1024, "num_heads": 4096, "num_kv_heads": 4096, "head_dim": 4096, "hidden_size": 2**18,
+    "intermediate_size": 2**21, "vocab_size": 2**24, "max_positions": 2**27,
+}  # fmt: skip
+_MAX_ROTARY = 2**31  # positions × head_dim: 8 GiB of rotary tables
 _MISTRAL_WINDOW = 4096  # the default of sliding_window in a Mistral config
 
 
@@ -165,8 +171,6 @@ def _architecture(fields: Fields) -> str:
 
 
 def _refuse_unsupported(fields: Fields, family: str) -> None:
-    if fields.get("quantization_config") is not None:
-        raise fields.refuse("quantization_config (quantized weights)")
     _refuse_sliding_window(fields, family)
     activation = fields.data.get("hidden_act", "silu")
     if activation != "silu":
@@ -194,6 +198,16 @@ def _refuse_sliding_window(fields: Fields, family: str) -> None:
 
 
 def refuse_shapes(config: ModelConfig, where: str) -> None:
+    """Refuse numbers that no model has before anything is allocated or counted by them."""
+    for name, most in _MOST.items():
+        value = getattr(config, name)
+        if value > most:
+            raise UnsupportedModel(f"{where}: {name}={value} is not supported; expected at most {most}: check the file")
+    if config.max_positions * config.head_dim > _MAX_ROTARY:
+        raise UnsupportedModel(
+            f"{where}: {config.max_positions} positions with a head_dim of {config.head_dim} are not supported; "
+            f"expected a product of at most {_MAX_ROTARY}: lower max_position_embeddings"
+        )
     if config.num_heads % config.num_kv_heads:
         raise UnsupportedModel(
             f"{where}: num_attention_heads={config.num_heads} with num_key_value_heads={config.num_kv_heads} is not "

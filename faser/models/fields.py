@@ -14,6 +14,9 @@ from typing import Any
 from faser.errors import ModelError, UnsupportedModel
 
 REQUIRED: Any = object()
+MAX_NUMBER = 2**53  # beyond it, no number of a config is meant, and JSON's are no longer exact
+MAX_SHOWN = 200  # characters of a wrong value in an error
+MAX_BYTES = 256 * 2**20  # of a file of JSON; the largest tokenizer.json have 40 MiB
 
 
 class Fields:
@@ -29,8 +32,8 @@ class Fields:
     def integer(self, key: str, default: Any = REQUIRED, null: Any = REQUIRED) -> int:
         """A positive integer; `default` where the key is missing, `null` where its value is null."""
         value = self._value(key, default, null)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.wrong(key, value, "a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_NUMBER:
+            raise self.wrong(key, value, f"a positive integer, at most {MAX_NUMBER}")
         return value
 
     def number(self, key: str, default: Any = REQUIRED, null: Any = REQUIRED) -> float:
@@ -38,7 +41,10 @@ class Fields:
         value = self._value(key, default, null)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise self.wrong(key, value, "a positive number")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # of an integer
+            raise self.wrong(key, value, "a positive number that a float can hold") from None
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self._value(key, default, default)
@@ -47,7 +53,9 @@ class Fields:
         return value
 
     def wrong(self, key: str, value: object, expected: str) -> ModelError:
-        return ModelError(f"{self.where}: {key}={value!r}: expected {expected}; fix the file or fetch the model again")
+        shown = repr(value)
+        shown = shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}…"
+        return ModelError(f"{self.where}: {key}={shown}: expected {expected}; fix the file or fetch the model again")
 
     def refuse(self, feature: str, advice: str = "choose a model without it") -> UnsupportedModel:
         return UnsupportedModel(f"{self.where}: {feature} is not supported; {advice}")
@@ -64,7 +72,11 @@ class Fields:
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object from a file, or a ModelError that names the file."""
     try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ModelError(f"{path}: has {path.stat().st_size} bytes; expected at most {MAX_BYTES}: fetch it again")
         data = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ModelError(f"{path}: nested too deeply; fetch the model again") from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read as JSON ({error}); fetch the model again") from error
     if not isinstance(data, dict):

@@ -124,6 +124,9 @@ class HeadSource:
         return load_head(self.path, self.head_config, target, dtype, max_positions, progress)
 
 
+DraftSource = FolderSource | GgufSource | PatchSource | HeadSource
+
+
 def open_target(name: str | None) -> FolderSource | GgufSource:
     """The named model; None: the default one."""
     return _open(str(default_target()) if name is None else name)
@@ -141,7 +144,7 @@ def recommended_sampling(name: str | None, mode: str) -> generation.Recommendati
     return generation.read(weights.resolve(name) / generation.FILE)
 
 
-def open_draft(name: str, target: FolderSource | GgufSource) -> FolderSource | GgufSource | PatchSource | HeadSource:
+def open_draft(name: str, target: FolderSource | GgufSource) -> DraftSource:
     """The named draft, checked against its target."""
     if gguf.is_gguf(name) and gguf.open_file(name).architecture == patches.ARCHITECTURE:
         patch = patches.read_patch(name, target.config)

@@ -7,7 +7,6 @@ its request is cancelled at once.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 from collections.abc import Coroutine, Sequence
 from time import monotonic, time
@@ -20,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from faser.config import ServerOptions
 from faser.request import Progress
@@ -28,17 +27,17 @@ from faser.server import dashboard, openapi
 from faser.server.answers import DONE, Choice, Piece, count_usage
 from faser.server.engine_client import Arrival, EngineClient, EngineGone, State
 from faser.server.figures import Figures
+from faser.server.keys import OPEN_PATHS, KeyCheck, key_name, within_quota
 from faser.server.messages import Refused
 from faser.server.metrics import PrometheusText
 from faser.server.protocol import ApiError, ChatRequest, CompletionRequest, Model, ModelList, parse
+from faser.server.quotas import Lease, Quotas
 from faser.server.responses import EVENT_STREAM, JSON, disconnect, json_response, read_body, refusal
 from faser.server.service import Call, Service, check_model
 from faser.server.sessions.api import SessionApi
 from faser.server.sessions.registry import Sessions
 
 log = logging.getLogger("faser.server")
-
-OPEN_PATHS = ("", "/health", "/dashboard")  # need no key; the dashboard's page has no figures and asks for the key
 
 
 class Disconnected(Exception):
@@ -55,6 +54,7 @@ class Api:
         self._options = options
         self._engine = engine
         self._figures = figures
+        self._quotas = Quotas(options.rate_limit, options.token_limit, monotonic)
         self._metrics = PrometheusText(figures, engine)
         self._created = int(time())
 
@@ -62,7 +62,7 @@ class Api:
         routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            *SessionApi(self._options, self.service, self.sessions).routes(),
+            *SessionApi(self._options, self.service, self.sessions, self._count).routes(),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
             Route("/", self.root),
@@ -96,20 +96,44 @@ class Api:
 
     async def completions(self, request: Request) -> Response:
         body, arrived = await self._body(request), monotonic()
-        call = await self.service.complete(parse(body, CompletionRequest), arrived)
-        return Generation(call, self.service, self._figures)
+        parsed = parse(body, CompletionRequest)
+        lease = self._enter(request, parsed.num_choices * parsed.num_prompts)
+        return await self._generation(self.service.complete(parsed, arrived), lease)
 
     async def chat(self, request: Request) -> Response:
         body, arrived = await self._body(request), monotonic()
         parsed = parse(body, ChatRequest)
+        lease = self._enter(request, parsed.num_choices)
         work = self.service.chat(parsed, arrived)
         # Media can take seconds to load, text does not: a client that leaves is noticed when it is answered.
-        call = await (_while_connected(request, work) if parsed.has_media else work)
-        return Generation(call, self.service, self._figures)
+        return await self._generation(_while_connected(request, work) if parsed.has_media else work, lease)
+
+    async def _generation(self, work: Coroutine[Any, Any, Call], lease: Lease) -> Response:
+        try:
+            call = await work
+        except BaseException:
+            lease.end()
+            raise
+        lease.take_tokens(sum(call.prompt_sizes))
+        return Generation(call, self.service, self._figures, lease)
+
+    def _enter(self, request: Request, num_streams: int) -> Lease:
+        room = self.service.served().about.max_running + self._options.max_waiting
+        most = self._options.stream_limit(room)
+        if most is not None and num_streams > most:  # waiting would not help
+            raise ApiError(400, f"{num_streams} choices in one request: a key may have {most} at a time; ask for fewer")
+        with within_quota():
+            return self._quotas.enter(key_name(request), num_streams, most)
 
     async def _body(self, request: Request) -> bytes:
         served = self.service.served()  # answers 503 before the body is read
+        self._count(request)
         return await read_body(request, self._options.body_limit(can_see=served.about.vision is not None))
+
+    def _count(self, request: Request) -> None:
+        """Before the body is read: also a request that is refused counts."""
+        with within_quota():
+            self._quotas.count_request(key_name(request))
 
     async def _error(self, _: Request, error: Exception) -> Response:
         """The answer to any error. The log has the stack trace of an unforeseen one, the answer does not."""
@@ -176,8 +200,9 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, Call]) ->
 class Generation(Response):
     """The answer to a request that is still generating."""
 
-    def __init__(self, call: Call, service: Service, figures: Figures) -> None:
+    def __init__(self, call: Call, service: Service, figures: Figures, lease: Lease) -> None:
         self._call = call
+        self._lease = lease
         self._service = service
         self._figures = figures
         self._started = False  # headers are sent
@@ -196,6 +221,8 @@ class Generation(Response):
         finally:
             watcher.cancel()
             self._service.cancel(self._call)
+            self._lease.take_tokens(sum(track.num_tokens for track in self._call.tracks))
+            self._lease.end()
 
     async def _watch(self, receive: Receive) -> None:
         await disconnect(receive)
@@ -263,33 +290,6 @@ def _joined(pieces: Sequence[Piece]) -> Piece:
 
 async def _nothing() -> Message:
     raise AssertionError("a complete response does not read the request")
-
-
-class KeyCheck:
-    """Requires a bearer key on every path that is not open."""
-
-    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Sequence[str], figures: Figures) -> None:
-        self._app = app
-        self._figures = figures
-        self._keys = [key.encode() for key in keys]
-        self._open_paths = frozenset(open_paths)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # A path with a slash at its end is redirected to the one without.
-        is_open = scope["type"] != "http" or scope["path"].rstrip("/") in self._open_paths
-        if is_open or self._knows(scope["headers"]):
-            await self._app(scope, receive, send)
-            return
-        message, headers = "a valid API key is needed: send Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"}
-        error = ApiError(401, message, code="invalid_api_key", headers=headers)
-        await refusal(error, self._figures)(scope, receive, send)
-
-    def _knows(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
-        given = next((value for name, value in headers if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
-        # Every key is compared, in constant time, so that the time of an answer reveals nothing.
-        num_equal = sum(hmac.compare_digest(key.strip(), known) for known in self._keys)
-        return num_equal > 0 and scheme.lower() == b"bearer"
 
 
 _REMEDIES = {

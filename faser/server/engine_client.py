@@ -23,6 +23,7 @@ from faser.request import FinishReason, Progress, Reuse, SamplingParams
 from faser.server import endings
 from faser.server.figures import Figures
 from faser.server.messages import (
+    TRACE_SIGNAL,
     About,
     Add,
     Cancel,
@@ -44,6 +45,7 @@ log = logging.getLogger("faser.server")
 
 MAX_DEATHS = 3  # within DEATH_SECONDS; then the engine is not started again
 DEATH_SECONDS = 60.0
+TRACE_SECONDS = 0.5  # in which a hung engine writes what it was doing, before it is killed
 _REAP_SECONDS = 5.0
 
 
@@ -222,11 +224,14 @@ class EngineClient:
     def check_alive(self) -> None:
         """Kill a hung engine. An engine with open requests sends a frame after every step: long silence means hung."""
         silent = monotonic() - self._last_frame
-        if self.num_open and self.state is State.READY and silent > self._options.engine_timeout:
-            log.error("the engine has been silent for %.0f s; killing it", silent)
-            if self._process is not None:
-                self._was_hung = True
-                self._process.kill()  # its socket closes, and `run` starts another
+        is_hung = self.num_open and self.state is State.READY and silent > self._options.engine_timeout
+        if is_hung and not self._was_hung and self._process is not None:
+            self._was_hung = True
+            doing = f"{self.num_running} requests in the batch, {self.num_waiting} waiting"
+            log.error("the engine has been silent for %.0f s (%s); its stack follows, then it is killed", silent, doing)
+            self._process.send_signal(TRACE_SIGNAL)
+            # Its socket closes then, and `run` starts another.
+            asyncio.get_running_loop().call_later(TRACE_SECONDS, self._process.kill)
 
     # ── the process ──────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -14,7 +14,7 @@ from faser.models.heads import DraftHead
 from faser.models.source import DEFAULT_HUB_NAME, open_target, recommended_sampling
 from faser.progress import progress_bar
 from faser.request import Grammar, Request, SamplingParams
-from faser.runtime.device import DraftModel, why_device
+from faser.runtime.device import why_device
 from faser.runtime.kv_cache import bytes_per_page, feature_bytes_per_page
 from faser.server.messages import About, Start
 from faser.server.worker import Served
@@ -78,10 +78,11 @@ def _warm_up(engine: Engine, pair: LoadedPair) -> None:
 
 
 def _kv_bytes(pair: LoadedPair, num_pages: int, page_size: int) -> int:
-    models = [model for model in (pair.target, pair.draft) if isinstance(model, DraftModel)]
+    models = [model for model in (pair.target, pair.draft_model) if model is not None]
     page = sum(bytes_per_page(model.config, page_size, model.dtype) for model in models)
-    if isinstance(pair.draft, DraftHead):
-        page += feature_bytes_per_page(pair.draft.config, page_size, pair.draft.dtype)
+    head = pair.draft_model
+    if isinstance(head, DraftHead):
+        page += feature_bytes_per_page(head.config, page_size, head.dtype)
     return num_pages * page
 
 

@@ -194,6 +194,12 @@ class CompletionRequest(_Sampled, frozen=True, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
 
+    @property
+    def num_prompts(self) -> int:
+        """Without a check: a list of token ids is one prompt, any other list has one in each item."""
+        is_one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
+        return 1 if is_one else len(self.prompt)
+
     def prompts(self, most_tokens: int) -> list[str | list[int]]:
         """The prompts: one text, several texts, the token ids of one prompt, or a list of token ids for each."""
         prompt = self.prompt

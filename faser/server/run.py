@@ -16,6 +16,7 @@ import shlex
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 from time import monotonic
 
 import uvicorn
@@ -26,7 +27,7 @@ from faser.models.generation import describe
 from faser.server.app import Api
 from faser.server.engine_client import EngineClient
 from faser.server.figures import Figures
-from faser.server.http import HttpProtocol
+from faser.server.http import HttpProtocol, usable_connections
 from faser.server.messages import About
 
 log = logging.getLogger("faser.server")
@@ -55,12 +56,13 @@ class _Server:
         self._api = Api(options, self._engine, figures)
         config = uvicorn.Config(
             self._api.app(),
-            http=HttpProtocol,
+            http=partial(HttpProtocol, max_connections=usable_connections(options.max_connections)),  # type: ignore[arg-type]
             lifespan="off",
             log_config=None,
-            log_level="warning",
+            log_level="error",  # warnings are about requests that are no HTTP: clients could fill the log with them
             access_log=False,
             server_header=False,
+            proxy_headers=False,  # a client could name any address, and without keys quotas count by address
             timeout_graceful_shutdown=_LAST_ANSWER_SECONDS,
             timeout_keep_alive=75,
             backlog=_BACKLOG,

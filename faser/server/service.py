@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import msgspec
 
 from faser.config import ServerOptions
 from faser.errors import InvalidRequest, RequestTooLong
-from faser.media.messages import Reference, num_characters, refuse_placeholders, split_messages
+from faser.media.messages import Reference, num_characters, split_messages
 from faser.media.options import VideoOptions, parse_options
 from faser.request import Grammar, SamplingParams, check_token_ids, draw_seed
 from faser.server import background
@@ -36,6 +37,7 @@ MIN_START_SECONDS = 2  # Retry-After while the engine starts, if the last start 
 MAX_MEDIA_BYTES = 2 << 30  # that open requests hold, as sent or as pixels; a further one with pictures is answered 503
 GRAMMAR_SECONDS = 5.0  # to compile a grammar; almost all take milliseconds
 _LONG_TEXT = 16_384  # characters; longer texts are rendered and tokenised in a thread
+_MANY_MESSAGES = 64  # more are, too: a template may look at each message for every other
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that the choices of one request have distinct seeds
 
 
@@ -60,6 +62,9 @@ class ServedModel:
         self.about = about
         self.tokenizer = Tokenizer.from_json(about.tokenizer) if about.tokenizer is not None else None
         self.template = ChatTemplate(*about.chat_template) if about.chat_template is not None else None
+        if self.tokenizer is not None and self.template is not None:
+            with suppress(RuntimeError):  # no thread is left: the first message that needs it waits
+                background.start(self.tokenizer.controls.prepare)
 
     @cached_property
     def placeholders(self) -> dict[int, str]:
@@ -145,7 +150,7 @@ class Service:
         given = [message.checked(index, can_see) for index, message in enumerate(request.messages)]
         options = _media_options(request, can_see)
         messages, references = split_messages(given)
-        if num_characters(messages) > _LONG_TEXT:
+        if num_characters(messages) > _LONG_TEXT or len(messages) > _MANY_MESSAGES:
             prompt = await asyncio.to_thread(self._chat_ids, messages, served)
         else:
             prompt = self._chat_ids(messages, served)
@@ -163,10 +168,6 @@ class Service:
         """The tokens of a question about a video, with one placeholder for it."""
         content = [{"type": "video"}, {"type": "text", "text": question}]
         messages, served = [{"role": "user", "content": content}], self.served()
-        found = next((text for text in served.placeholders.values() if text and text in question), None)
-        if found is not None:
-            message = f"prompt: the text holds {found}, which stands for a picture or a video; remove it"
-            raise ApiError(400, message, param="prompt")
         return await asyncio.to_thread(self._chat_ids, messages, served, "prompt")
 
     async def _send_chat(
@@ -212,7 +213,8 @@ class Service:
 
     def _prompt_ids(self, prompt: str | list[int], served: ServedModel) -> list[int]:
         if isinstance(prompt, str):
-            token_ids = self._encode(prompt, served, "prompt", add_special_tokens=True)
+            tokenizer = self._check_length(len(prompt), served, "prompt")
+            token_ids = self._encoded(partial(tokenizer.encode, prompt), served, "prompt")
         else:
             with refusing("prompt"):
                 check_token_ids("prompt", prompt, served.about.vocab_size)
@@ -233,14 +235,14 @@ class Service:
             raise ApiError(400, f"the model has no chat template; {remedy}", param=param)
         self._check_length(num_characters(messages), served, param)
         with refusing(param):
-            refuse_placeholders(messages, served.placeholders.values())
             text = served.template.render(messages)
-        return self._encode(text, served, param, add_special_tokens=False)
+        tokenizer, template = self._check_length(len(text), served, param), served.template
+        encode = partial(tokenizer.encode_chat, text, lambda: template.render_neutral(messages))
+        return self._encoded(encode, served, param)
 
-    def _encode(self, text: str, served: ServedModel, param: str, *, add_special_tokens: bool) -> list[int]:
-        tokenizer = self._check_length(len(text), served, param)
+    def _encoded(self, encode: Callable[[], list[int]], served: ServedModel, param: str) -> list[int]:
         try:
-            token_ids = tokenizer.encode(text, add_special_tokens)
+            token_ids = encode()
         except InvalidRequest as error:
             raise ApiError(400, f"{param}: {error}", param=param) from None
         return self._check_size(token_ids, served.about, param)

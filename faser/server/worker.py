@@ -7,6 +7,7 @@ closes: an engine never outlives its server. Run as `python -m faser.server.work
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import logging
 import select
@@ -27,6 +28,7 @@ from faser.errors import FaserError, InvalidRequest
 from faser.progress import progress_bar
 from faser.request import Finish, FinishReason, Progress, Request, Reuse
 from faser.server.messages import (
+    TRACE_SIGNAL,
     About,
     Add,
     Cancel,
@@ -262,6 +264,7 @@ def _copied(kind: type[_Totals], stats: object) -> _Totals:
 def main() -> int:
     prepare_openmp()
     descriptor, factory = int(sys.argv[1]), sys.argv[2]
+    faulthandler.register(TRACE_SIGNAL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server closes the socket when the engine should end
     connection = socket.socket(fileno=descriptor)
     start = _read_start(connection)

@@ -1,13 +1,14 @@
 """Chat templates: from messages to the prompt format that the model was trained on.
 
 Knows Jinja, and which functions the templates of Hugging Face models expect. A template is code from outside: it runs
-in Jinja's sandbox and sees the messages and two token texts, nothing else. Knows nothing of tokenizers, models or where
-a template was found. Imports no torch.
+in Jinja's sandbox and sees the messages and two token texts, nothing else. The text that it makes says which characters
+the template wrote itself (traced.py). Knows nothing of tokenizers, models or where a template was found. Imports no
+torch.
 """
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,17 +16,18 @@ from functools import lru_cache
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from faser.errors import InvalidRequest, ModelError
+from faser.text.template import TemplateEnvironment, TooMuch, working
+from faser.text.traced import Traced, traced
 
 # {"role": text, "content": text or a list of parts}, and further fields that a template may read. A part is
 # {"type": "text", "text": text}, {"type": "image"} or {"type": "video"}.
 Message = Mapping[str, Any]
 PART_TYPES = ("text", "image", "video")
+MAX_TEMPLATE = 2**20  # characters; the longest of models have 20,000
+# Roles that are words of the API. Templates build control tokens of them: '<|' + role + '|>'. Others are a user's text.
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython"})
 
 
 @dataclass(frozen=True)
@@ -40,19 +42,25 @@ class ChatTemplate:
         """Raise ModelError if the template does not compile."""
         _compile(self.source)
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation. Tokenise it without special tokens: the template writes them itself."""
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> Traced:
+        """The text of a conversation; its control tokens are those that the template wrote (control.py)."""
         template = _compile(self.source)
-        plain = _checked(messages)
+        given = [_traced_message(message) for message in _checked(messages)]
         try:
-            return template.render(
-                messages=plain,
-                add_generation_prompt=add_generation_prompt,
-                bos_token=self.bos_token,
-                eos_token=self.eos_token,
-                tools=None,  # templates ask "is not none", which is true of an undefined name
-                documents=None,
-            )
+            with working():
+                text = template.render(
+                    messages=given,
+                    add_generation_prompt=add_generation_prompt,
+                    bos_token=Traced.by_template(self.bos_token),
+                    eos_token=Traced.by_template(self.eos_token),
+                    tools=None,  # templates ask "is not none", which is true of an undefined name
+                    documents=None,
+                )
+            return Traced(text)
+        except TooMuch as excess:
+            raise InvalidRequest(
+                f"the model's chat template {excess}; send less, or give another template with --chat-template FILE"
+            ) from None
         except _Refusal as refusal:
             raise InvalidRequest(
                 f"the model's chat template refused the messages: {refusal}; send them as it asks"
@@ -62,6 +70,10 @@ class ChatTemplate:
                 f"the model's chat template cannot render these messages ({type(error).__name__}: {error}); send plain "
                 "system, user and assistant messages, or give another template with --chat-template FILE"
             ) from error
+
+    def render_neutral(self, messages: Sequence[Message]) -> Traced:
+        """The text of a conversation of the same shape, in which everything that is not white space is an x."""
+        return self.render([_neutral_message(message) for message in _checked(messages)])
 
 
 class _Refusal(Exception):
@@ -94,42 +106,45 @@ def _check_parts(place: str, parts: list[Any]) -> None:
             raise InvalidRequest(f"{place}[{number}]: text={part.get('text')!r}: expected a text")
 
 
+def _traced_message(message: dict[str, Any]) -> dict[str, Any]:
+    role = message["role"]
+    return {**traced(message), "role": Traced.by_template(role) if role in ROLES else Traced(role)}
+
+
+def _neutral_message(message: dict[str, Any]) -> dict[str, Any]:
+    content, role = message["content"], message["role"]
+    if isinstance(content, list):
+        content = [{**_neutral(part), "type": part["type"]} for part in content]
+    else:
+        content = _neutral(content)
+    return {**_neutral(message), "content": content, "role": role if role in ROLES else _neutral(role)}
+
+
+def _neutral(value: Any) -> Any:
+    if isinstance(value, str):
+        return re.sub(r"\S", "x", value)
+    if isinstance(value, Mapping):
+        return {key: _neutral(item) for key, item in value.items()}
+    return [_neutral(item) for item in value] if isinstance(value, list) else value
+
+
 @lru_cache(maxsize=8)  # compiling takes longer than rendering
 def _compile(source: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
-    )
-    environment.filters["tojson"] = _to_json
+    if len(source) > MAX_TEMPLATE:
+        raise ModelError(
+            f"the model's chat template has {len(source)} characters; expected at most {MAX_TEMPLATE}: give another "
+            "with --chat-template FILE"
+        )
+    environment = TemplateEnvironment()
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
-        return environment.from_string(source)
+        return environment.from_string(environment.parse(source))
     except Exception as error:  # of Jinja, or of Python's compiler, which limits nesting and size
         reason = f"line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else type(error).__name__
         raise ModelError(
             f"the model's chat template does not compile ({reason}: {error}); give another with --chat-template FILE"
         ) from error
-
-
-class _GenerationTag(Extension):
-    """{% generation %} … {% endgeneration %} mark the assistant's text for training; here they do nothing."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes HTML, which models were not trained on."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -8,7 +8,7 @@ Imports no torch.
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -16,6 +16,8 @@ import tokenizers
 import tokenizers.decoders
 
 from faser.errors import InvalidRequest, ModelError
+from faser.text.control import ControlTokens
+from faser.text.traced import Traced
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -68,14 +70,34 @@ class Tokenizer:
         return str(self._backend.to_str())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text; may be empty."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(
-                f"the text has half of a surrogate pair at character {error.start}; send well-formed Unicode"
-            ) from error
+        """The ids of a text; may be empty. Control tokens that it spells are control tokens."""
+        _check_unicode(text)
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_chat(self, text: Traced, neutral: Callable[[], Traced]) -> list[int]:
+        """The ids of a rendered conversation. Its control tokens are those that the template wrote.
+
+        `neutral`: the same conversation without a user's words. It shows whether the template's own control tokens are
+        traced. Where they are not, they cannot be told from a user's, so a user's are refused.
+        """
+        _check_unicode(text)
+        controls = self.controls
+        found = controls.encode(text)
+        if not found.foreign:
+            return found.token_ids
+        expected = controls.encode(neutral())
+        if not expected.foreign:
+            return controls.encode_as_text(text, found)
+        if found.control_ids != expected.control_ids:
+            raise InvalidRequest(
+                f"the messages hold {found.foreign[0]}, and the model's chat template makes its control tokens in a "
+                "way that cannot be told from them; remove it"
+            )
+        return found.token_ids
+
+    @cached_property
+    def controls(self) -> ControlTokens:
+        return ControlTokens(self._backend)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids. Ids that the vocabulary lacks are skipped: a model's vocabulary may be padded."""
@@ -111,6 +133,15 @@ class Tokenizer:
     def is_byte(self, token_id: int) -> bool:
         """Whether the token is a single byte (byte fallback); `decode` reads a run of them as a whole."""
         return token_id in self._byte_ids
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"the text has half of a surrogate pair at character {error.start}; send well-formed Unicode"
+        ) from error
 
 
 def _byte_fallback_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:

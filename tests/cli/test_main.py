@@ -3,7 +3,7 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +11,9 @@ import pytest
 from faser.cli import arguments
 from faser.cli import main as cli
 from faser.cli.main import main
+from faser.cli.terminal import summary
 from faser.config import API_KEY_VARIABLE, EngineOptions, ServerOptions
+from faser.engine.stats import EngineStats
 from faser.media.limits import MediaAccess, MediaLimits
 from faser.request import SamplingParams
 
@@ -279,6 +281,7 @@ def test_serve_takes_every_option_of_server_and_engine(served, monkeypatch, tmp_
         "--served-model-name name --api-key one --api-key two --open-metrics --max-waiting 9 --max-body-size 0.5 "
         "--max-prompt-tokens 11 --cors-origin http://a --cors-origin http://b --grace 1.5 --on-engine-failure exit "
         "--log-level error --generation-config none --allow-media-network "
+        "--max-connections 12 --max-streams 13 --rate-limit 14 --token-limit 15 "
         "--max-media-size 2 --max-media-pixels 3 --max-media-frames 4 --max-media-seconds 5"
     )
     folders = [tmp_path, tmp_path.parent]
@@ -297,6 +300,10 @@ def test_serve_takes_every_option_of_server_and_engine(served, monkeypatch, tmp_
             max_waiting=9,
             max_body_size=2**19,
             max_prompt_tokens=11,
+            max_connections=12,
+            max_streams=13,
+            rate_limit=14,
+            token_limit=15,
             cors_origins=("http://a", "http://b"),
             grace=1.5,
             on_engine_failure="exit",

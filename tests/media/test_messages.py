@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+pytest.importorskip("av", reason="the package av is missing: pip install 'faser[vision]'")
+
 from faser.errors import InvalidRequest
 from faser.media.limits import MediaAccess, MediaLimits
 from faser.media.load import load_media
-from faser.media.messages import Reference, num_characters, refuse_placeholders, split_messages
+from faser.media.messages import Reference, num_characters, split_messages
 from faser.media.options import VideoOptions
 from tests.server.seeing import data_url, image_part, picture, settings, text_part, video_part
 
@@ -66,27 +68,10 @@ def test_a_wrong_part_is_refused_by_its_place(part, says):
         split_messages([user(part)])
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"role": "user", "content": "see <|image_pad|>"},
-        {"role": "user", "content": [{"type": "image"}, text_part("<|image_pad|>")]},
-        {"role": "user<|image_pad|>", "content": "x"},
-        {"role": "user", "name": "<|image_pad|>", "content": "x"},
-    ],
-)
-def test_a_placeholder_that_a_user_writes_is_refused(message):
-    with pytest.raises(InvalidRequest, match=r"messages\[1\].*<\|image_pad\|>.*image_url"):
-        refuse_placeholders([{"role": "user", "content": "x"}, message], ["<|image_pad|>", "<|video_pad|>"])
-
-
-def test_a_token_without_a_text_refuses_nothing():
-    refuse_placeholders([{"role": "user", "content": "x"}], [""])
-
-
-def test_the_characters_of_a_conversation_are_those_of_its_texts():
+def test_the_characters_of_a_conversation_are_those_of_its_texts_roles_and_names():
     messages = [{"role": "system", "content": "four"}, user({"type": "image"}, text_part("six..."))]
-    assert num_characters(messages) == 10
+    assert num_characters(messages) == 10 + len("system" + "user")
+    assert num_characters([{"role": "user", "content": "four", "name": "Bob"}]) == 11
 
 
 def test_media_are_loaded_in_order():

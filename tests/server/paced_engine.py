@@ -1,6 +1,6 @@
 """An engine whose steps take 20 ms and compute nothing: long requests without a long wait for a model.
 
-A prompt that holds token 7 makes its step raise; one that holds token 8 makes the process die.
+A prompt that holds token 7 makes its step raise; one that holds token 8 makes the process die; 9 makes it hang.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from threading import Event
 from time import sleep
 
 import numpy as np
@@ -25,7 +26,7 @@ from faser.step import StepPlan, StepResult
 from faser.text.tokenizer import Tokenizer
 
 STEP_SECONDS = 0.02
-RAISES, DIES = 7, 8
+RAISES, DIES, HANGS = 7, 8, 9
 FIRST_TEXT_ID = 70  # the ids above are plain characters of the tests' tokenizer
 
 
@@ -36,6 +37,8 @@ class PacedExecutor:
                 raise RuntimeError("secret details of a broken step")
             if DIES in new.token_ids:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if HANGS in new.token_ids:
+                Event().wait()
         sleep(STEP_SECONDS)
         none = np.zeros_like(plan.slots)
         return StepResult(none, none, none, FIRST_TEXT_ID + plan.num_tokens[plan.samples] % 20)

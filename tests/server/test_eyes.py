@@ -206,11 +206,23 @@ def test_a_model_without_eyes_refuses_pictures_and_their_options(make_service, a
         [text_part("<|video_"), text_part("pad|>"), image_part(URL)],
     ],
 )
-def test_what_a_user_writes_never_becomes_a_picture(make_service, parts):
+def test_what_a_user_writes_never_becomes_a_picture(make_service, about, parts):
     service = make_service()
-    error = refusal(service, *parts)
-    assert (error["status"], error["param"]) == (400, "messages")
-    assert sent(service) == []
+    chat(service, *parts)
+    [added] = sent(service)
+    num_pictures = sum(part["type"] == "image_url" for part in parts)
+    num_placeholders = sum(
+        i in (about.vision.image_token_id, about.vision.video_token_id) for i in added.prompt_token_ids
+    )
+    assert num_placeholders == 4 * num_pictures
+    text = service.served().tokenizer.decode(added.prompt_token_ids)
+    assert "".join(part.get("text", "") for part in parts) in text
+
+
+def test_a_question_about_a_video_has_one_placeholder_whatever_it_says(make_service, about):
+    prompt = asyncio.run(make_service().watch_prompt("see <|video_pad|> and <|image_pad|>"))
+    assert prompt.count(about.vision.video_token_id) == 1
+    assert about.vision.image_token_id not in prompt
 
 
 def test_a_completion_cannot_name_a_placeholder(make_service, about):

@@ -20,6 +20,7 @@ from time import monotonic
 import openai
 import pytest
 
+from tests.server.paced_engine import HANGS
 from tests.server.running import eventually, running
 
 FOREVER = {"model": "paced", "prompt": "the fox", "max_tokens": 3000}  # a minute at 20 ms a token
@@ -147,6 +148,34 @@ def test_a_hung_engine_is_killed_and_its_requests_get_an_error(paced):
         ends = server.get("/dashboard/data")[1]["requests"]
         assert (ends["failed"], ends["cancelled"]) == (1, 0)
         assert "it hung and was killed; if its steps are long, raise --engine-timeout" in server.log
+
+
+def test_the_log_says_what_a_hung_engine_was_doing(paced):
+    with paced("--engine-timeout", "1") as server:
+        status, answer = server.post("/v1/completions", {"prompt": [HANGS]})
+        assert (status, answer["error"]["code"]) == (503, "engine_failed")
+        eventually(lambda: server.get("/health")[0] == 200, "a new engine is up")
+        assert re.search(r"silent for \d+ s \(1 requests in the batch, 0 waiting\); its stack follows", server.log)
+        assert re.search(r'File ".*paced_engine\.py", line \d+ in execute', server.log)
+
+
+def test_an_engine_that_is_stopped_and_continued_loses_nothing(paced):
+    with paced() as server, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(server.complete, prompt="the fox", max_tokens=20)
+        eventually(lambda: server.metric("vllm:num_requests_running") == 1, "the request runs")
+        engine = server.engine_id
+        os.kill(engine, signal.SIGSTOP)
+        assert server.get("/health")[0] == 200, "the server answers while its engine stands still"
+        os.kill(engine, signal.SIGCONT)
+        assert waiting.result()["usage"]["completion_tokens"] == 20
+        assert server.engine_id == engine
+
+
+def test_a_client_that_closes_its_sending_side_ends_its_request(paced):
+    with paced() as server, raw_request(server, json.dumps(FOREVER).encode()) as connection:
+        eventually(lambda: server.metric("vllm:num_requests_running") == 1, "the request runs")
+        connection.shutdown(socket.SHUT_WR)
+        eventually(lambda: is_idle(server), "its pages are free")
 
 
 def test_an_engine_can_be_started_again_behind_a_thousand_connections(paced):

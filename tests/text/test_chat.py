@@ -9,124 +9,12 @@ import pytest
 from faser.errors import InvalidRequest, ModelError
 from faser.models import gguf, source
 from faser.text.chat import ChatTemplate
+from tests.text.templates import CHATML, MISTRAL, SEEING, TEXTS
 
 USER = {"role": "user", "content": "What is 2 < 3 & 'why'? Größe 東京"}
 TURNS = [USER, {"role": "assistant", "content": " True.\n"}, {"role": "user", "content": "Sure?"}]
 SYSTEM = {"role": "system", "content": "Be brief."}
 
-CHATML = """{% for message in messages %}
-{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
-{% endfor %}
-{% if add_generation_prompt %}
-{{ '<|im_start|>assistant\\n' }}
-{% endif %}
-"""
-
-LLAMA3 = """{{- bos_token }}
-{%- if not date_string is defined %}
-    {%- if strftime_now is defined %}
-        {%- set date_string = strftime_now("%d %b %Y") %}
-    {%- else %}
-        {%- set date_string = "26 Jul 2024" %}
-    {%- endif %}
-{%- endif %}
-{#- The system message, if there is one, comes first. #}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content']|trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system_message = "" %}
-{%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
-{%- if tools is not none %}
-    {{- "Environment: ipython\\n" }}
-{%- endif %}
-{{- "Cutting Knowledge Date: December 2023\\n" }}
-{{- "Today Date: " + date_string + "\\n\\n" }}
-{{- system_message }}
-{{- "<|eot_id|>" }}
-{%- for message in messages %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}
-"""
-
-MISTRAL = """{%- if messages[0]["role"] == "system" %}
-    {%- set system_message = messages[0]["content"] %}
-    {%- set loop_messages = messages[1:] %}
-{%- else %}
-    {%- set loop_messages = messages %}
-{%- endif %}
-{{- bos_token }}
-{%- for message in loop_messages %}
-    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-        {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
-    {%- endif %}
-    {%- if message["role"] == "user" %}
-        {%- if loop.last and system_message is defined %}
-            {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
-        {%- else %}
-            {{- "[INST] " + message["content"] + "[/INST]" }}
-        {%- endif %}
-    {%- elif message["role"] == "assistant" %}
-        {{- " " + message["content"]|trim + eos_token}}
-    {%- else %}
-        {{- raise_exception("Only user and assistant roles are supported, with the exception of a first system one!") }}
-    {%- endif %}
-{%- endfor %}
-"""
-
-QWEN = """{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- for tool in tools %}{{- tool | tojson }}{%- endfor %}
-{%- else %}
-    {%- if messages[0]['role'] == 'system' %}
-        {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
-    {%- else %}
-        {{- '<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud.<|im_end|>\\n' }}
-    {%- endif %}
-{%- endif %}
-{%- set ns = namespace(last_user=0) %}
-{%- for message in messages %}
-    {%- if message.role == "system" and loop.first %}{% continue %}{% endif %}
-    {%- if message.role == "user" %}{% set ns.last_user = loop.index0 %}{% endif %}
-    {%- if message.role == "assistant" %}
-        {{- '<|im_start|>assistant\\n' }}{% generation %}{{- message.content.strip('\\n') }}{% endgeneration %}
-        {{- '<|im_end|>\\n' }}
-    {%- else %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
-    {%- endif %}
-{%- endfor %}
-{{- messages[ns.last_user] | tojson }}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
-
-# As of models with eyes: a text, or parts in their order.
-SEEING = """{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if message.content is string %}
-        {{- message.content }}
-    {%- else %}
-        {%- for part in message.content %}
-            {%- if part.type == 'image' or 'image' in part or 'image_url' in part %}
-                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
-            {%- elif part.type == 'video' or 'video' in part %}
-                {{- '<|vision_start|><|video_pad|><|vision_end|>' }}
-            {%- elif 'text' in part %}
-                {{- part.text }}
-            {%- endif %}
-        {%- endfor %}
-    {%- endif %}
-    {{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
 PARTS = [
     {"type": "image"},
     {"type": "text", "text": "and "},
@@ -134,8 +22,6 @@ PARTS = [
     {"type": "image"},
     {"type": "text", "text": "What is it?"},
 ]
-
-TEXTS = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "qwen": QWEN}
 
 
 @pytest.fixture(scope="module")

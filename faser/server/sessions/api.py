@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,7 +24,11 @@ BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
 class SessionApi:
-    def __init__(self, options: ServerOptions, service: Service, sessions: Sessions) -> None:
+    def __init__(
+        self, options: ServerOptions, service: Service, sessions: Sessions, count: Callable[[Request], None]
+    ) -> None:
+        """`count` counts a request against its key's quota, and raises where that is used up."""
+        self._count = count
         self._limits = options.sessions
         self._service = service
         self._sessions = sessions
@@ -39,6 +44,7 @@ class SessionApi:
 
     async def create(self, request: Request) -> Response:
         self._service.served()  # answers 503 before the body is read
+        self._count(request)
         body = await read_body(request, CREATE_BYTES)
         session = await self._sessions.create(parse_object(body, SessionRequest))
         return json_response(session.state())

@@ -6,6 +6,7 @@ Prints what came of it as one JSON line. Tensors are the CPU's, so a kernel that
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from faser.runtime.cuda.linear import rms_norm, silu_mul
 from faser.runtime.cuda.linear_plans import CUBLAS, Plan
 from faser.runtime.cuda.lookup import CudaLookupDrafter
 from faser.runtime.cuda.rows import DeviceRows
+from faser.runtime.cuda.sampling import Slots
 from faser.runtime.cuda.vision import CudaEyes, RowAngles
 from tests.models.quantised.matrices import every_kind
 from tests.tiny import VISION_CONFIGS
