@@ -168,14 +168,17 @@ def test_a_sigterm_while_a_model_is_loaded_ends_the_command(model, monkeypatch, 
 BROWSER = """#!/bin/sh
 exec 3> {fifo}
 (sleep 60; echo survived >&3) &
-kill -TERM $PPID
+kill -INT $PPID
 kill -TERM $PPID
 wait
 """
 
 
 def test_a_run_cut_by_sigterm_leaves_no_process_and_no_temporary_file(folder, tmp_path):
-    """Two signals while a browser draws the report. The browser's helper holds a pipe, which closes when it ends."""
+    """Two signals while a browser draws the report. The browser's helper holds a pipe, which closes when it ends.
+
+    The signals differ: two of one kind that come close together are delivered as one.
+    """
     fifo, temporary, browser = tmp_path / "fifo", tmp_path / "temporary", tmp_path / "bin" / "chromium"
     os.mkfifo(fifo)
     temporary.mkdir()
