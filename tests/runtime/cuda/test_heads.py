@@ -124,7 +124,7 @@ def test_drafts_are_those_of_the_cpu(small, device, kind, drafted):
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 def test_preemptions_and_cached_prompts_change_no_token(small, device, kind):
-    engine, some = engine_of(small, kind, device, Fixed(3), ahead=True, num_pages=6), requests()
+    engine, some = engine_of(small, kind, device, Fixed(3), ahead=True, num_pages=8), requests(3, 5)
     right = reference(small, some).tokens
     for turn in "ab":
         outcome = serve(engine, [replace(each, id=each.id + turn) for each in some])
