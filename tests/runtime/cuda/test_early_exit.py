@@ -14,7 +14,7 @@ from faser.models.transformer import Transformer
 from faser.policy import Fixed
 from faser.policy.early_exit import EarlyExit
 from faser.rules.early_exit import ExitPoint, ExitReadings, ExitRule
-from tests.runtime.cuda.test_executor import assert_same_logprobs, chosen, leave_most_to_the_gpu, make_engine
+from tests.runtime.cuda.test_executor import assert_same_logprobs, chosen, make_engine
 from tests.test_exactness import reference, serve
 from tests.tiny import CONFIGS, make_draft
 
@@ -33,6 +33,11 @@ EXITS = {
     "against a shortlist": ExitRule((ExitPoint(1, (0.0, 1.0, 0.0, 0.0, 1.0), 0.5, 24),)),
     "a trial": ExitRule((ExitPoint.by_rank(1, 1), ExitPoint.by_rank(2, 1)), is_trial=True),
 }
+
+
+def leave_most_to_the_gpu(device: str, runs: bool) -> None:
+    if device == "cpu" and not runs:
+        pytest.skip("slow in Triton's interpreter: `make test-gpu` runs these on a GPU")
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -76,11 +76,6 @@ def chosen(target: Transformer, device: str) -> list[Request]:
     ]
 
 
-def leave_most_to_the_gpu(device: str, runs: bool) -> None:
-    if device == "cpu" and not runs:
-        pytest.skip("slow in Triton's interpreter: `make test-gpu` runs these on a GPU")
-
-
 POLICIES = {
     "off": (None, None),
     "a draft model": ("model", Fixed(3)),
@@ -133,7 +128,6 @@ def test_a_budget_between_two_buckets_has_room_for_the_larger(target, device):
 )
 def test_planning_ahead_of_results_gets_the_same_tokens(target, device, policy, filtered):
     """Also if requests come and go in between, and if steps with filtered drafts are not planned ahead of."""
-    leave_most_to_the_gpu(device, policy != "always" and (policy, filtered) != ("stops", False))
     draft = make_draft(target) if policy != "off" else None
     lengths = {
         "off": None, "sometimes": Sometimes(seed=2), "always": Fixed(3), "random": RandomLengths(3),

@@ -15,7 +15,7 @@ from faser.models.transformer import Transformer
 from faser.request import Request, SamplingParams
 from faser.step import LookupDrafts, Settling, StepPlan
 from tests.oracle import RandomGuesses
-from tests.runtime.cuda.test_executor import leave_most_to_the_gpu, make_engine, on
+from tests.runtime.cuda.test_executor import make_engine, on
 from tests.test_exactness import reference, serve
 from tests.tiny import CONFIGS
 
@@ -79,7 +79,6 @@ def test_two_guessers_get_the_tokens_of_the_cpu(device, beside, ahead):
 
     The draft is the target: it is right wherever it drafts, if it caught up with what it did not draft itself.
     """
-    leave_most_to_the_gpu(device, beside and ahead)
     target = make_repeating(device)
     ways = {"greedy": {}, "sampled": {"temperature": 0.3}, "filtered": {"temperature": 0.3, "top_k": 5}}
     requests = [

@@ -17,20 +17,16 @@ from faser.policy import BatchView, Fixed
 from faser.policy.overlap import Chunks, Overlap, Way
 from faser.request import SamplingParams
 from tests.oracle import RandomLengths, SometimesOverlap
-from tests.runtime.cuda.test_executor import assert_same_logprobs, chosen, leave_most_to_the_gpu, make_engine
+from tests.runtime.cuda.test_executor import assert_same_logprobs, chosen, make_engine
 from tests.test_exactness import make_requests, reference, serve
 from tests.tiny import CONFIGS, make_draft
 
 pytest.importorskip("triton")
 
 
-INTERPRETED = {("any length", True), ("right", False), ("in turns", True)}  # half a minute each in the interpreter
-
-
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("policy", ["chunks of 1", "chunks of 3", "any length"])
 def test_drafting_while_drafts_are_verified_changes_no_token(device, policy, ahead):
-    leave_most_to_the_gpu(device, (policy, ahead) in INTERPRETED)
     target = Transformer.random(replace(CONFIGS["llama3"], head_dim=16, num_layers=2), 0, std=0.3)
     requests = chosen(target, device)
     expected = reference(target, requests)
@@ -47,7 +43,6 @@ def test_drafting_while_drafts_are_verified_changes_no_token(device, policy, ahe
 @pytest.mark.parametrize("kind", ["right", "in turns"])
 def test_frontiers_are_settled_on_the_device(device, kind, ahead):
     """Requests without filters, so that steps are planned ahead."""
-    leave_most_to_the_gpu(device, (kind, ahead) in INTERPRETED)
     target = Transformer.random(replace(CONFIGS["llama3"], head_dim=16, num_layers=2), 0, std=0.3)
     plain = [r for r in chosen(target, device) if r.id in ("greedy", "sampled", "greedy with end token ignored")]
     requests = [replace(r, params=replace(r.params, max_tokens=8), stop_ids=frozenset()) for r in plain]

@@ -54,9 +54,6 @@ def test_requests_get_the_tokens_of_the_plain_products(name, device):
     """The draft is quantised too, and agrees with its target."""
     from faser.runtime.cuda.device import CudaDevice
 
-    if device == "cpu" and name != "fp8 blocks":
-        pytest.skip("slow in Triton's interpreter: `make test-gpu` runs these on a GPU")
-
     def on_device(weight: torch.Tensor) -> Weight:
         kept = for_gpu(FORMATS[name](weight), torch.device(device))
         assert kept is not None
