@@ -127,6 +127,7 @@ def _read_speculators(fields: Fields) -> HeadConfig:
         raise fields.refuse(f"speculators_model_type={kind!r}", f"expected one of {', '.join(_SPECULATORS)}")
     known = known_fields.EAGLE3 if kind == "eagle3" else known_fields.BLOCK_OUTER
     outer = {"layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "dtype", "torch_dtype"}
+    outer.add("quantization_config")
     _refuse_unknown(fields, known | outer | {"speculators_model_type", "transformer_layer_config"})
     inner = _inner(fields, "transformer_layer_config")
     _refuse_unknown(inner, known_fields.LAYER)
@@ -148,8 +149,6 @@ def _read_layers(data: Mapping[str, Any], where: str, default_type: str) -> Mode
     if model_type == "qwen3" and data.get("rope_theta") is None and theta is None:
         raise fields.wrong("rope_theta", None, "a positive number, for which programs assume different defaults")
     layers = ModelConfig.from_dict({**data, "architectures": [_FAMILIES[model_type]]}, where=where)
-    if layers.quantisation is not None:
-        raise fields.refuse("quantization_config (a quantised draft head)")
     return replace(layers, tie_embeddings=False, eos_token_ids=(), bos_token_id=None)
 
 

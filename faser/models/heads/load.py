@@ -1,15 +1,15 @@
 """From a folder to a head in memory and back: the names of a head's tensors in public checkpoints.
 
 Every tensor is accounted for: a missing, unknown or misshapen one is refused by name before a weight is read. Some
-EAGLE-3 heads are published in pickled form only; they are read without running code. A head is written as EAGLE-3 or as
-DFlash and DSpark in their raw form, which vLLM and SGLang load.
+EAGLE-3 heads are published in pickled form only; they are read without running code. Quantised weights are dequantised:
+a head is small. A head is written as EAGLE-3 or as DFlash and DSpark in their raw form, which vLLM and SGLang load.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from faser.errors import ModelError
+from faser.errors import ModelError, UnsupportedModel
 from faser.models import weights
 from faser.models.config import config_dict
 from faser.models.heads.block import BlockHead
 from faser.models.heads.config import EAGLE3, HeadConfig
 from faser.models.heads.eagle3 import Eagle3Head
 from faser.models.heads.head import DraftHead
+from faser.models.quantisation import Quantisation
+from faser.models.quantised import folders
 from faser.models.quantised.matrix import plain
 from faser.models.transformer import Transformer
 from faser.models.weights import CheckpointTensor, Destination, whole
@@ -32,7 +34,8 @@ from faser.progress import Update
 
 MASK_FILE = "mask_embedding.pt"
 PICKLED_FILE = "pytorch_model.bin"
-_EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
+_EMBEDDING, _OUTPUT, _MARKOV_IN = "embed_tokens.weight", "lm_head.weight", "markov_head.markov_w1.weight"
+_EMBEDDINGS = (_EMBEDDING, _MARKOV_IN)  # looked up and never quantised
 _OFFSETS, _IS_DRAFTED = "d2t", "t2d"  # of the short vocabulary: target id - row, and a flag for each target id
 # as safetensors spells them
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -59,10 +62,13 @@ def load_head(
     head = make(head_config, target, dtype, max_positions, **shared)
     destinations = destinations_of(head)
     vocabulary = _read_vocabulary(folder, checkpoint, head_config)
-    unneeded = {name for name in catalogue if name in (_OFFSETS, _IS_DRAFTED) or name.endswith("rotary_emb.inv_freq")}
-    weights.check_names(folder, catalogue.keys() - unneeded, destinations.keys(), "config.json")
-    weights.check_tensors(catalogue, destinations)
-    checkpoint.fill(destinations, progress)
+    checkpoint = checkpoint.without(_OFFSETS, _IS_DRAFTED, "rotary_emb.inv_freq")
+    if head_config.layers.quantisation is None:
+        weights.check_names(folder, checkpoint.catalogue.keys(), destinations.keys(), "config.json")
+        weights.check_tensors(checkpoint.catalogue, destinations)
+        checkpoint.fill(destinations, progress)
+    else:
+        checkpoint.fill_dequantised(folder, head_config.layers.quantisation, destinations, progress)
     if head.vocabulary is not None and vocabulary is not None:
         head.vocabulary.copy_(vocabulary)
     if isinstance(head, BlockHead):
@@ -76,6 +82,12 @@ class _HeadFile:
 
     catalogue: Mapping[str, CheckpointTensor]
     unpickled: Mapping[str, Tensor] | None  # None: the tensors are in safetensors files
+    layer: str = "layers.0."  # how the file begins the names of EAGLE-3's layer
+
+    def without(self, *endings: str) -> _HeadFile:
+        """Less the tensors whose names end so."""
+        kept = {name: entry for name, entry in self.catalogue.items() if not name.endswith(endings)}
+        return replace(self, catalogue=kept)
 
     def fill(self, destinations: Mapping[str, Destination], progress: Update | None) -> None:
         if self.unpickled is None:
@@ -87,6 +99,24 @@ class _HeadFile:
             done += self.unpickled[name].nbytes
             if progress is not None:
                 progress(done, total)
+
+    def fill_dequantised(
+        self,
+        folder: Path,
+        scheme: Quantisation,
+        destinations: Mapping[str, Destination],
+        progress: Update | None,
+    ) -> None:
+        """As `fill`, with the matrices of `scheme` dequantised; the names there are those of the file."""
+        if self.unpickled is not None:
+            raise UnsupportedModel(f"{folder}: pickled and quantised; expected safetensors of a quantised head")
+        matrices = [
+            name.removesuffix(".weight")
+            for name, destination in destinations.items()
+            if len(destination.shape) == 2 and name not in _EMBEDDINGS
+        ]
+        quantised = {name for name in matrices if scheme.covers(name.replace("layers.0.", self.layer, 1))}
+        folders.fill_dequantised(folder, self.catalogue, scheme, destinations, quantised, progress)
 
     def offsets(self) -> Tensor:
         """Of the short vocabulary."""
@@ -100,7 +130,9 @@ class _HeadFile:
 def _open(folder: Path) -> _HeadFile:
     path = folder / PICKLED_FILE
     if weights.has_safetensors(folder) or not path.is_file():
-        return _HeadFile({_plain(name): entry for name, entry in weights.read_catalogue(folder).items()}, None)
+        stored = weights.read_catalogue(folder)
+        layer = "midlayer." if any(name.startswith("midlayer.") for name in stored) else "layers.0."
+        return _HeadFile({_plain(name): entry for name, entry in stored.items()}, None, layer)
     state = _unpickle(path)
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise ModelError(f"{path}: expected tensors by name; fetch the model again")
@@ -185,7 +217,7 @@ def _eagle3_destinations(head: Eagle3Head) -> dict[str, Destination]:
 
 def _block_destinations(head: BlockHead) -> dict[str, Destination]:
     optional = {
-        "markov_head.markov_w1.weight": head.markov_in,
+        _MARKOV_IN: head.markov_in,
         "markov_head.markov_w2.weight": head.markov_out,
         "confidence_head.proj.weight": head.confidence_weight,
         "confidence_head.proj.bias": head.confidence_bias,

@@ -6,8 +6,8 @@ Knows the names, shapes and bit orders of each layout. `models/quantisation.py` 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,11 +16,12 @@ from torch import Tensor
 from faser.errors import ModelError, UnsupportedModel
 from faser.models.config import ModelConfig
 from faser.models.quantisation import Quantisation
-from faser.models.quantised.matrix import Fp8Matrix, GroupMatrix, Weight, pack_nibbles
+from faser.models.quantised.matrix import Fp8Matrix, GroupMatrix, Weight, dequantise, pack_nibbles
 from faser.models.quantised.placement import Mode, Placement, assemble
 from faser.models.transformer import Transformer
 from faser.models.weights import (
     CheckpointTensor,
+    Destination,
     check_names,
     check_tensors,
     destinations_of,
@@ -55,11 +56,7 @@ def load(
     folder, catalogue = Path(folder), read_model_catalogue(Path(folder), config)
     model = Transformer.empty(config, dtype, device, max_positions, without_matrices=True)
     destinations = destinations_of(model)
-    modules = {
-        name.removesuffix(".weight"): (each.shape[0], each.shape[1])
-        for name, each in destinations.items()
-        if each.tensor.is_meta
-    }
+    modules = {name.removesuffix(".weight"): _sides(each) for name, each in destinations.items() if each.tensor.is_meta}
     reader = _FolderReader(folder, catalogue, config.quantisation, modules, progress)
     vectors = {name: each for name, each in destinations.items() if not each.tensor.is_meta}
     reader.check(set(vectors), config.tie_embeddings)
@@ -67,6 +64,30 @@ def load(
     fill(vectors, catalogue, None)
     head = None if config.tie_embeddings else "lm_head"
     return assemble(model, reader.read, Placement.choose(quantised, dtype, device), head)
+
+
+def fill_dequantised(
+    folder: Path,
+    catalogue: Mapping[str, CheckpointTensor],
+    scheme: Quantisation,
+    destinations: Mapping[str, Destination],
+    quantised: Set[str],
+    progress: Update | None,
+) -> None:
+    """Read every tensor into its place. `quantised`: modules whose weights are stored in the scheme's layout."""
+    modules = {module: _sides(destinations[f"{module}.weight"]) for module in quantised}
+    reader = _FolderReader(folder, catalogue, replace(scheme, targets=tuple(quantised), ignored=()), modules, progress)
+    others = {name: each for name, each in destinations.items() if name.removesuffix(".weight") not in quantised}
+    reader.check(set(others), is_tied=False)
+    check_tensors(catalogue, others)
+    fill(others, catalogue, None)
+    for module in modules:
+        destinations[f"{module}.weight"].tensor.copy_(dequantise(reader.read(module)))
+
+
+def _sides(destination: Destination) -> tuple[int, int]:
+    n, k = destination.shape
+    return n, k
 
 
 @dataclass

@@ -54,7 +54,6 @@ UNSUPPORTED = [
     ("eagle3", {"model_type": "deepseek_v3"}, "model_type='deepseek_v3'"),
     ("eagle3", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ("eagle3", {"quantization_config": {"bits": 4}}, "quantization_config"),
-    ("eagle3", {"quantization_config": {"quant_method": "fp8"}}, "a quantised draft head"),
     ("speculators", {"speculators_model_type": "peagle"}, "speculators_model_type='peagle'"),
     ("speculators", {"speculators_model_type": "mtp"}, "speculators_model_type='mtp'"),
     ("speculators", {"speculators_model_type": ...}, "speculators_model_type=None"),
