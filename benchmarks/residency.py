@@ -12,13 +12,13 @@ probability. The 3B is always random. Parts (--parts):
   traffic   Azure's conversation trace, a spike of 2, 8, 24, 40, 6 requests/s and a swing between 4 and 28, under off,
             fixed:3, and nightjar and faser without and with offload; `no draft` is off with the draft out all the time
   wave      square waves of several periods, faser without and with offload: moves, KV pages lost, GPU memory at the
-            start and at the end
+            start and at the end; every 30 s of a run the journal gets a record of what there is so far
   predict   the traffic and the waves in the simulator, on the same cards; needs no GPU
 
     python3 -m benchmarks.residency --target SMALL.gguf [--parts capacity,moves,traffic,wave]
         [--machines 8b-1b:24,8b-3b:24] [--traffic-seconds 15] [--scale 1] [--columns off,faser,faser+offload]
-    python3 -m benchmarks.residency --target SMALL.gguf --parts wave --wave-seconds 500 --wave-periods 20
-        --columns faser+offload
+    python3 -m benchmarks.residency --target SMALL.gguf --parts wave --machines 8b-3b:24 --wave-seconds 600
+        --wave-periods 20 --columns faser+offload --budget-seconds 1000
     python3 -m benchmarks.residency --parts predict --machines 8b-1b:24,8b-1b:48,8b-3b:24,8b-3b:48
     python3 -m benchmarks.residency --tiny --device cpu      # tiny models: does it all run?
 
@@ -377,11 +377,48 @@ class Played:
         self.journal.add(f"{self.prefix}{kind}", **self.where, **more, **figures)
 
 
-def play_real(engine: Engine, stopped: Callable[[], bool], column: Column, workload: object) -> Figures:
+@dataclass
+class ProgressRecords:
+    """Asked before every step whether to stop; now and then it writes to the journal what the engine did so far."""
+
+    engine: Engine
+    journal: Journal
+    stopped: Callable[[], bool]
+    clock: Callable[[], float] = time.time
+    seconds: float = 30.0  # between two records
+
+    def __post_init__(self) -> None:
+        self._started = self._last = self.clock()
+
+    def __call__(self) -> bool:
+        now = self.clock()
+        if now >= self._last + self.seconds:
+            self._last = now
+            figures = {"elapsed_s": now - self._started, **self._figures()}
+            self.journal.add("progress", **figures)
+            print(describe(figures), flush=True)
+        return self.stopped()
+
+    def _figures(self) -> Figures:
+        scheduler, residency = self.engine.scheduler, self.engine.residency
+        figures: Figures = {"steps": scheduler.num_landed, "preemptions": scheduler.num_preemptions}
+        figures |= {"held_pages": scheduler.target_pages.num_held, "pages": scheduler.target_pages.num_pages}
+        if residency is not None:
+            figures |= {"moves": residency.stats.moves, "away_s": residency.stats.away_seconds}
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            figures["gpu_bytes"] = total - free
+        return figures
+
+
+def play_real(
+    engine: Engine, journal: Journal, stopped: Callable[[], bool], column: Column, workload: object
+) -> Figures:
     """A run, and whether pool and GPU memory are the same after it."""
     if stopped():
         raise TimeoutError("no time left for it")
     pool, used = engine.scheduler.target_pages, gpu_bytes()
+    stopped = ProgressRecords(engine, journal, stopped)
     figures = traffic.play_column(engine, column, workload, stopped)  # type: ignore[arg-type]
     engine.scheduler.check()
     figures["pages_lost"] = pool.base_pages - pool.num_available
@@ -456,7 +493,7 @@ def run_job(args: argparse.Namespace, journal: Journal, models: Models, machine:
     started = time.time()
     engine = models.build(pair, card, needs_cost="traffic" in parts or "wave" in parts)
     journal.add("engine", **where, seconds=time.time() - started)
-    played = Played(args, journal, where, models.vocabulary, partial(play_real, engine, args.is_over))
+    played = Played(args, journal, where, models.vocabulary, partial(play_real, engine, journal, args.is_over))
     if not models.is_natural(pair):
         played = replace(played, args=_with_random_prompts(args))
 

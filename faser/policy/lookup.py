@@ -11,7 +11,7 @@ import numpy as np
 from faser.arrays import FloatArray, IntArray
 from faser.limits import ADAPTIVE_MAX_LENGTH
 
-CLASSES = (2, 3, 4, 8, 16)  # proposals are told apart by the tokens that agree: at least so many
+CLASSES = (2, 3, 4, 8, 16)  # proposals are told apart by how many tokens agree; each number is the least of its class
 PRIOR_RATES = (0.25, 0.35, 0.5, 0.75, 0.9)  # of these classes, before a proposal was tried
 PRIOR_WEIGHT = 8.0  # tried tokens that the prior counts as, at each position
 DECAY = 0.998  # of counts, at every step: half-life 346 steps

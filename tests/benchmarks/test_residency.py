@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import residency
+from benchmarks.lib.journal import Journal
 from benchmarks.lib.residency_traffic import COLUMNS, ratios
 
 
@@ -32,6 +34,20 @@ def test_it_all_runs_on_tiny_models(out, capsys):
     assert json.loads((out / "residency.json").read_text()) == document
     kinds = [json.loads(line)["kind"] for line in (out / "residency.jsonl").read_text().splitlines()]
     assert kinds[:3] == ["call", "engine", "capacity"], "the journal has every figure as it is measured"
+
+
+def test_a_run_that_is_cut_off_leaves_what_it_did_so_far(tmp_path):
+    pool, moved = SimpleNamespace(num_held=3, num_pages=8), SimpleNamespace(moves=2, away_seconds=1.5)
+    scheduler = SimpleNamespace(num_landed=7, num_preemptions=1, target_pages=pool)
+    engine = SimpleNamespace(scheduler=scheduler, residency=SimpleNamespace(stats=moved))
+    times = iter([0.0, 20.0, 31.0, 40.0, 70.0])
+    journal = Journal(tmp_path / "journal.jsonl", 0.0)
+    stopped = residency.ProgressRecords(engine, journal, lambda: False, clock=lambda: next(times))
+    assert [stopped() for _ in range(4)] == [False] * 4
+    records = journal.read()
+    assert [each["elapsed_s"] for each in records] == [31.0, 70.0]
+    assert records[0]["steps"] == 7
+    assert (records[0]["moves"], records[0]["held_pages"]) == (2, 3)
 
 
 def test_what_fails_is_said_and_the_rest_goes_on(out, capsys, monkeypatch):
