@@ -195,8 +195,9 @@ def _feature_layers(fields: Fields) -> tuple[int, ...] | None:
 
 
 def _read_block(fields: Fields, layers: ModelConfig, is_dspark: bool) -> HeadConfig:
-    nested = _inner(fields, "dflash_config", optional=True)
+    nested = _same_names(_inner(fields, "dflash_config", optional=True))
     _refuse_unknown(nested, known_fields.BLOCK)
+    is_dspark = _is_dspark(nested, is_dspark)
 
     def holder(key: str) -> Fields:
         return _holder(fields, nested, key)
@@ -212,7 +213,8 @@ def _read_block(fields: Fields, layers: ModelConfig, is_dspark: bool) -> HeadCon
         raise fields.wrong("block_size", block_size, "at least 2, where the anchor predicts nothing")
     rank = _markov_rank(holder("markov_rank"), holder("markov_head_type"), is_dspark)
     confidence = holder("enable_confidence_head").flag("enable_confidence_head")
-    with_markov = confidence and holder("confidence_head_with_markov").flag("confidence_head_with_markov")
+    reads_markov = holder("confidence_head_with_markov").flag("confidence_head_with_markov", default=rank > 0)
+    with_markov = confidence and reads_markov
     if with_markov and not rank:
         raise holder("confidence_head_with_markov").wrong("confidence_head_with_markov", True, "a markov_rank above 0")
     return HeadConfig(
@@ -228,6 +230,27 @@ def _read_block(fields: Fields, layers: ModelConfig, is_dspark: bool) -> HeadCon
         confidence=confidence,
         confidence_with_markov=with_markov,
     )
+
+
+def _same_names(nested: Fields) -> Fields:
+    """The object with one name for each field: some DSpark heads are published with others."""
+    data = dict(nested.data)
+    for other, name in known_fields.OTHER_BLOCK_NAMES.items():
+        if other in data:
+            value = data.pop(other)
+            if data.setdefault(name, value) != value:
+                raise nested.wrong(other, value, f"{data[name]!r} as in {name}")
+    return Fields(data, nested.where)
+
+
+def _is_dspark(nested: Fields, is_dspark: bool) -> bool:
+    """A DFlash head by its architecture may say that it has DSpark's parts."""
+    kind = nested.get("projector_type")
+    if kind is not None and str(kind).lower() not in ("dflash", "dspark"):
+        raise nested.refuse(f"projector_type={kind!r}", "expected dflash or dspark")
+    if nested.get("attention_mode") not in (None, "gqa"):
+        raise nested.refuse(f"attention_mode={nested.get('attention_mode')!r}", "expected gqa")
+    return is_dspark or str(kind).lower() == "dspark"
 
 
 def _block_features(fields: Fields, nested: Fields) -> tuple[int, ...]:

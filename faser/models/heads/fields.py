@@ -42,6 +42,9 @@ BLOCK = frozenset(
         "mask_token_id", "target_layer_ids", "aux_hidden_state_layer_ids", "sample_from_anchor",
         "dspark_bonus_anchor", "causal", "is_causal", "use_swa", "swa_window_size", "markov_rank",
         "markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "use_aux_hidden_state",
+        "projector_type", "attention_mode",
     }
 )  # fmt: skip
+# of dflash_config: the name in some heads, and the usual one
+OTHER_BLOCK_NAMES = {"shift_label": "sample_from_anchor", "use_confidence_head": "enable_confidence_head"}
 BLOCK_OUTER = BLOCK | {"block_size", "dflash_config", "draft_vocab_size", "target_hidden_size"}

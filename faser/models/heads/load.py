@@ -36,6 +36,12 @@ MASK_FILE = "mask_embedding.pt"
 PICKLED_FILE = "pytorch_model.bin"
 _EMBEDDING, _OUTPUT, _MARKOV_IN = "embed_tokens.weight", "lm_head.weight", "markov_head.markov_w1.weight"
 _EMBEDDINGS = (_EMBEDDING, _MARKOV_IN)  # looked up and never quantised
+_OTHER_NAMES = {  # beginnings of names in some files, and the usual ones
+    "midlayer.": "layers.0.",
+    "markov_w1.": "markov_head.markov_w1.",
+    "markov_w2.": "markov_head.markov_w2.",
+    "confidence_proj.": "confidence_head.proj.",
+}
 _OFFSETS, _IS_DRAFTED = "d2t", "t2d"  # of the short vocabulary: target id - row, and a flag for each target id
 # as safetensors spells them
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -145,7 +151,11 @@ def _open(folder: Path) -> _HeadFile:
 
 
 def _plain(name: str) -> str:
-    return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
+    """The usual name of a tensor."""
+    for other, usual in _OTHER_NAMES.items():
+        if name.startswith(other):
+            return name.replace(other, usual, 1)
+    return name
 
 
 def _unpickle(path: Path) -> Any:

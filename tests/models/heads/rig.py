@@ -153,6 +153,27 @@ def rename_layer(folder: Path) -> None:
     save_file({name.replace("midlayer.", "layers.0."): tensor for name, tensor in load_file(path).items()}, path)
 
 
+def use_other_names(folder: Path, tensors: bool) -> None:
+    """A DSpark head as public trainers write it: its fields in dflash_config, some by other names."""
+    path = folder / "config.json"
+    data = json.loads(path.read_text())
+    names = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+    nested = data["dflash_config"] | {name: data.pop(name) for name in names}
+    nested |= {"projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0}
+    removed = ("mask_token_id", "target_layer_ids", "sample_from_anchor", "dspark_bonus_anchor")
+    data = {name: value for name, value in data.items() if name not in removed}
+    if tensors:
+        nested |= {"shift_label": True, "use_confidence_head": nested.pop("enable_confidence_head")}
+        del nested["confidence_head_with_markov"]
+        path = folder / "model.safetensors"
+        others = {"confidence_head.proj.": "confidence_proj.", "markov_head.": ""}
+        renamed = load_file(path)
+        for usual, other in others.items():
+            renamed = {name.replace(usual, other): tensor for name, tensor in renamed.items()}
+        save_file(renamed, path)
+    (folder / "config.json").write_text(json.dumps({**data, "dflash_config": nested}))
+
+
 def pickle(folder: Path) -> None:
     """The weights as some EAGLE-3 heads are published."""
     path = folder / "model.safetensors"

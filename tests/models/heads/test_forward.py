@@ -181,6 +181,20 @@ def test_old_dspark_configs_keep_their_fields_in_dflash_config(tmp_path, target)
     check_block(tmp_path, target, config)
 
 
+@pytest.mark.parametrize("architecture", ["DSparkDraftModel", "DFlashDraftModel"])
+@pytest.mark.parametrize("tensors", [False, True])
+def test_dspark_heads_of_public_trainers_are_the_same_heads(tmp_path, target, tensors, architecture):
+    """Their forms are SpecForge's and TensorRT-LLM's; the first may have a DFlash head's architecture."""
+    config = rig.block_config(**rig.DSPARK)
+    head = BlockHead.random(config, target, seed=1, std=0.2)
+    write_head(head, tmp_path)
+    rig.use_other_names(tmp_path, tensors)
+    rig.edit_config(tmp_path, architectures=[architecture])
+    again = read(tmp_path, target, config)
+    for ours, theirs in zip(head.own_weights(), again.own_weights(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize(("num_tokens", "anchor_predicts"), [(4, False), (5, True), (3, True)])
 def test_early_dspark_heads_of_speculators_tell_by_their_drafts_whether_the_anchor_predicts(
     tmp_path, target, num_tokens, anchor_predicts

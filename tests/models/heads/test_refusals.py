@@ -66,6 +66,8 @@ UNSUPPORTED = [
     ("dflash", {"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window"),
     ("dflash", {"selector_top_k": 4}, "selector_top_k=4"),
     ("dflash", {"model_type": "gemma4_text"}, "model_type='gemma4_text'"),
+    ("dflash", {"dflash_config": {**DFLASH, "projector_type": "domino"}}, "projector_type='domino'"),
+    ("dflash", {"dflash_config": {**DFLASH, "attention_mode": "mla"}}, "attention_mode='mla'"),
     ("dspark", {"markov_head_type": "gated"}, "markov_head_type='gated'"),
     ("dspark", {"markov_head_type": "rnn"}, "markov_head_type='rnn'"),
 ]
@@ -98,6 +100,7 @@ WRONG = [
     ("dflash", {"dflash_config": {"mask_token_id": 7}}, "target_layer_ids"),
     ("dflash", {"dflash_config": {"mask_token_id": 7, "target_layer_ids": [-2, 1]}}, "target_layer_ids=[-2, 1]"),
     ("dflash", {"mask_token_id": 8}, "mask_token_id=7: expected 8"),
+    ("dflash", {"dflash_config": {**DFLASH, "shift_label": True, "sample_from_anchor": False}}, "shift_label=True"),
     ("dspark", {"markov_rank": ...}, "markov_rank"),
     ("dspark", {"markov_rank": 0}, "confidence_head_with_markov"),
 ]
