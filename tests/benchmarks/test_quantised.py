@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 
 from benchmarks import quantised
+from faser.runtime.cuda.linear import LinearWorkspace
+from faser.runtime.cuda.quantised_plans import padded
 
 
 def test_it_all_runs_on_a_tiny_model(capsys):
@@ -31,3 +34,15 @@ def test_the_floor_of_a_product_is_the_bytes_of_its_weights():
         sizes.append(quantised.num_bytes(matrix))
     weights = 2 * shape.intermediate_size * shape.hidden_size
     assert sizes == [weights + 4 * 2 * shape.intermediate_size, weights // 2 + 2 * 2 * shape.intermediate_size]
+
+
+@pytest.mark.parametrize("name", ["down", "gate_up"])
+@pytest.mark.parametrize("num_rows", [1, 64])
+def test_plans_to_try_fit_the_memory_that_products_share(name, num_rows):
+    partials = LinearWorkspace.allocate("cpu").partials.numel()
+    plans = list(quantised.candidates("int4", num_rows, name, (4096, 14336)))
+    assert {plan.block_n for plan in plans} >= {16, 32, 64}
+    assert len(plans) == len(set(plans))
+    for plan in plans:
+        assert plan.split == 1 or 4096 // plan.block_n * plan.split * plan.block_n * padded(num_rows) <= partials
+        assert plan.split == 1 or name == "down"

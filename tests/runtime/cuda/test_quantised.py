@@ -161,6 +161,14 @@ def test_programs_that_share_columns_add_up_to_the_product(kind, place):
     Case.random(kind, 1, 72, 640, place).check_residual(tiles(128, split=3))
 
 
+@pytest.mark.parametrize(("block_n", "num_warps"), [(32, 2), (16, 1)])
+@pytest.mark.parametrize("kind", ["fp8 rows", "fp8 blocks", "zeros"])
+def test_tiles_of_fewer_outputs_give_the_same_products(kind, block_n, num_warps, place):
+    """A tensor core takes them by other instructions."""
+    plan = replace(tiles(128, split=2), block_n=block_n, num_warps=num_warps)
+    Case.random(kind, 2, 40, 512, place).check_all(plan)
+
+
 @pytest.mark.parametrize("kind", ["fp8 rows", "fp8 blocks", "symmetric"])
 def test_many_rows_are_multiplied_in_blocks(kind, place, monkeypatch):
     monkeypatch.setattr(quantised_plans, "_MOST_ROWS", 16)
