@@ -94,10 +94,10 @@ class NgramIndex:
 
 
 class Proposal(NamedTuple):
-    """The tokens that may follow the known tokens of a request. Those in flight come first."""
+    """The tokens behind a match, which may follow the known tokens of a request. Those in flight come first."""
 
-    token_ids: list[int]
-    agreed: int  # tokens before them that agree
+    match: Match
+    length: int
 
 
 class PromptLookup:
@@ -123,7 +123,7 @@ class PromptLookup:
         limit = np.where([match is not None for match in matches], room, 0)
         for slot, match, length in zip(slots.tolist(), matches, (skipped + limit).tolist(), strict=True):
             if match is not None:
-                self._proposals[slot] = Proposal(self._indexes[slot].following(match, length), match.agreed)
+                self._proposals[slot] = Proposal(match, length)
         agreed = np.array([MIN_NGRAM if match is None else match.agreed for match in matches], dtype=np.int64)
         return LookupView(limit, self.acceptance.survival(agreed, skipped, limit), is_alone)
 
@@ -133,7 +133,8 @@ class PromptLookup:
         needed = np.where(lengths > 0, self._slots.num_tokens[slots] - start + lengths, 0)
         token_ids = np.zeros((slots.size, int(needed.max())), dtype=np.int64)
         for i in np.flatnonzero(lengths).tolist():
-            token_ids[i, : needed[i]] = self._proposals[int(slots[i])].token_ids[: needed[i]]
+            slot = int(slots[i])
+            token_ids[i, : needed[i]] = self._indexes[slot].following(self._proposals[slot].match, int(needed[i]))
         return LookupDrafts(lengths > 0, start, token_ids)
 
     def _matches(self, slots: list[int], known: list[int]) -> list[Match | None]:
@@ -148,8 +149,8 @@ class PromptLookup:
             index, proposal = self._indexes[slot], self._proposals.pop(slot, None)
             new = tokens[slot, len(index) : min(size, len(index) + left)].tolist()
             if new and proposal is not None:
-                given = proposal.token_ids
-                seen.append((proposal.agreed, _num_equal(given, new), min(len(given), len(new))))
+                given = index.following(proposal.match, min(proposal.length, len(new)))
+                seen.append((proposal.match.agreed, _num_equal(given, new), len(given)))
             index.extend(new)
             left -= len(new)
         if seen:
