@@ -4,7 +4,7 @@ The text is cut into windows; each token but the first of a window is predicted 
 products are those of a CPU, or their plain twins on a GPU, so this says nothing of kernels, whose tests do.
 
     python3 -m benchmarks.perplexity TEXT MODEL [MODEL …] [--tokens 16384] [--window 512] [--quantised off]
-        [--dtype float32] [--device cpu]
+        [--dtype float32] [--kv-dtype auto] [--device cpu]
 
 TEXT may be compressed by xz. MODEL is what `faser serve --model` takes, or `default`. Perplexities compare if models
 share a tokenizer. The last line is one JSON document.
@@ -24,31 +24,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from faser.config import KV_DTYPES
 from faser.models.config import DTYPES
 from faser.models.layers import rotate
 from faser.models.source import open_target
 from faser.models.transformer import Attend, Transformer
+from faser.runtime.kv_cache import KvFormat, round_kv
 
 
-def perplexity(model: Transformer, token_ids: Sequence[int], window: int) -> float:
+def perplexity(model: Transformer, token_ids: Sequence[int], window: int, kv: KvFormat | None = None) -> float:
     total, count = 0.0, 0
     for start in range(0, len(token_ids) - 1, window):
         ids = torch.tensor(token_ids[start : start + window], device=model.device)
         if len(ids) < 2:
             break
-        logits = logits_of(model, ids)[:-1]
+        logits = logits_of(model, ids, kv)[:-1]
         total += float(F.cross_entropy(logits, ids[1:], reduction="sum"))
         count += len(ids) - 1
     return math.exp(total / count)
 
 
-def logits_of(model: Transformer, token_ids: Tensor) -> Tensor:
+def logits_of(model: Transformer, token_ids: Tensor, kv: KvFormat | None = None) -> Tensor:
     """[rows, vocabulary] of one sequence."""
-    return model.logits(model.run_layers(model.embed(token_ids), causal_attention(model, len(token_ids))))
+    return model.logits(model.run_layers(model.embed(token_ids), causal_attention(model, len(token_ids), kv)))
 
 
-def causal_attention(model: Transformer, num_rows: int) -> Attend:
-    """Attention of one sequence to itself."""
+def causal_attention(model: Transformer, num_rows: int, kv: KvFormat | None = None) -> Attend:
+    """Attention of one sequence to itself. With `kv` its keys and values are rounded as that says."""
     heads, kv_heads = model.config.num_heads, model.config.num_kv_heads
     cos, sin = (each[:, None] for each in model.rotation(torch.arange(num_rows, device=model.device)))
 
@@ -56,6 +58,12 @@ def causal_attention(model: Transformer, num_rows: int) -> Attend:
         rotate(qkv[:, : heads + kv_heads], cos, sin)
         # [heads, rows, head_dim]
         queries, keys, values = (each.transpose(0, 1) for each in qkv.split((heads, kv_heads, kv_heads), 1))
+        if kv is not None and kv.is_rounded:
+            scales = kv.scales_of(index)
+            keys, values = (
+                (round_kv(each, scale).float() * scale).to(each.dtype)
+                for each, scale in zip((keys, values), scales, strict=True)
+            )
         keys, values = (each.repeat_interleave(heads // kv_heads, 0) for each in (keys, values))
         return F.scaled_dot_product_attention(queries, keys, values, is_causal=True).transpose(0, 1).flatten(1)
 
@@ -77,13 +85,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         token_ids = tokenizer.encode(text)[: args.tokens]
         dtype, window = getattr(torch, args.dtype), min(args.window, source.config.max_positions)
         model = source.load(dtype, source.config.max_positions, lambda *_: None, args.device, args.quantised)
+        kv = KvFormat.rounded(model) if args.kv_dtype == "fp8" else KvFormat.of(model)
         started = time.perf_counter()
-        value = perplexity(model, token_ids, window)
+        value = perplexity(model, token_ids, window, kv)
         seconds = time.perf_counter() - started
         records.append(
-            {"model": name, "perplexity": round(value, 4), "formats": list(model.formats), "tokens": len(token_ids)}
-        )
-        print(f"{value:9.4f}  {name}: {', '.join(model.formats)}; {len(token_ids)} tokens, {seconds:.0f} s", flush=True)
+            {"model": name, "perplexity": round(value, 4), "formats": list(model.formats), "kv": str(kv),
+             "tokens": len(token_ids)}
+        )  # fmt: skip
+        formats = f"{', '.join(model.formats)}, KV {kv}"
+        print(f"{value:9.4f}  {name}: {formats}; {len(token_ids)} tokens, {seconds:.0f} s", flush=True)
     print(json.dumps({"benchmark": "perplexity", "dtype": args.dtype, "window": args.window, "records": records}))
 
 
@@ -94,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=16384, help="of the text that are read (16384)")
     parser.add_argument("--window", type=int, default=512, help="tokens (512)")
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
+    parser.add_argument("--kv-dtype", default="auto", choices=KV_DTYPES, help="round keys and values, too (auto: no)")
     parser.add_argument("--quantised", default="off", choices=("on", "off"), help="multiply by the stored codes (off)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     return parser

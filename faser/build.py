@@ -41,7 +41,14 @@ from faser.policy.overlap import Overlap, worthwhile
 from faser.progress import Update, progress_bar
 from faser.rules.early_exit import candidates_of, layers_at
 from faser.runtime.device import Device, DeviceExecutor, DraftModel, Parts, make_device
-from faser.runtime.kv_cache import bytes_per_page, feature_bytes_per_page, fitting_pages, require_room
+from faser.runtime.kv_cache import (
+    ROUNDED,
+    KvFormat,
+    bytes_per_page,
+    feature_bytes_per_page,
+    fitting_pages,
+    require_room,
+)
 from faser.runtime.profiling import saved as saved_profiles
 from faser.runtime.profiling.assumed import assumed_profile
 from faser.runtime.profiling.batches import Subject
@@ -114,12 +121,18 @@ def _load_sources(model: str | None, draft: str | None, options: EngineOptions) 
     configs = [source.config] + ([draft_source.config] if draft_source is not None else [])
     for role, config in zip(("target", "draft"), configs, strict=False):
         device.require_model(role, config)
+    if options.kv_dtype == "fp8":
+        device.require_rounded_kv()
     budget = options.kv_memory or device.default_kv_memory()
     if budget is not None and options.num_pages is None:
         models = [(c, _dtype(options, c, device)) for c in configs]
+        if options.kv_dtype == "fp8":
+            models[0] = (source.config, ROUNDED)
         feature_bytes = 0
         if isinstance(draft_source, HeadSource):
-            feature_bytes = feature_bytes_per_page(draft_source.config, options.page_size, models[0][1])
+            feature_bytes = feature_bytes_per_page(
+                draft_source.config, options.page_size, _dtype(options, source.config, device)
+            )
         fitting_pages(budget, models, options.page_size, max_model_len, feature_bytes=feature_bytes)
     tokenizer = source.tokenizer()
     target = _load("target", source, options, device)
@@ -195,6 +208,7 @@ class _Made:
     executor: DeviceExecutor
     num_pages: int
     page_size: int
+    target_kv: KvFormat
 
     @property
     def draft_model(self) -> DraftModel | None:
@@ -356,6 +370,11 @@ def _make_executor(
     draft_model, looks_up = _model_of(draft), draft == NGRAM or isinstance(draft, WithLookup)
     if options.offload == "on" and not isinstance(draft_model, Transformer):
         raise ConfigError("offload=on: there is no draft model that could leave the device; give one, or leave it out")
+    kv = target_kv(options, target)
+    if kv.is_rounded:
+        device.require_rounded_kv()
+    elif target.kv_scales:
+        log.info("the model brings scales for 8-bit keys and values; --kv-dtype fp8 uses them")
     limits = _limits(options, device, target, draft_model)
     # [max_running, max_model_len]; numpy's zeros take memory only where they are first written
     history = torch.from_numpy(np.zeros((limits.max_running, limits.max_model_len), dtype=np.int64))
@@ -375,12 +394,18 @@ def _make_executor(
             sampler=Sampler(limits.max_running, target.config.vocab_size, history, compiler),
             num_pages=options.num_pages,
             kv_memory=options.kv_memory,
+            target_kv=kv,
             offload=options.offload,
             acceptance=options.acceptance,
         )
     )
     drafts = draft_model if isinstance(draft, WithLookup) else draft
-    return _Made(target, drafts, looks_up, policy, device, limits, executor, num_pages, options.page_size)
+    return _Made(target, drafts, looks_up, policy, device, limits, executor, num_pages, options.page_size, kv)
+
+
+def target_kv(options: EngineOptions, target: Transformer) -> KvFormat:
+    """How the target's keys and values are stored."""
+    return KvFormat.rounded(target) if options.kv_dtype == "fp8" else KvFormat.of(target)
 
 
 def _usual_length(policy: Policy, draft: Draft) -> int:
@@ -428,12 +453,14 @@ def _given_profile(options: EngineOptions) -> Profile | None:
 
 
 def _about(made: _Made) -> dict[str, object]:
-    return saved_profiles.describe(made.target, made.draft, made.limits, made.page_size)
+    return saved_profiles.describe(made.target, made.draft, made.limits, made.page_size, made.target_kv)
 
 
 def _assumed(made: _Made) -> Profile:
     limits = made.limits
-    return assumed_profile(made.target, made.draft_model, made.device.speeds, limits.max_batch_tokens, _about(made))
+    return assumed_profile(
+        made.target, made.draft_model, made.device.speeds, limits.max_batch_tokens, _about(made), made.target_kv.dtype
+    )
 
 
 def _measure(made: _Made, budget: float | None = None) -> tuple[Profile, float]:
@@ -445,7 +472,10 @@ def _measure(made: _Made, budget: float | None = None) -> tuple[Profile, float]:
 
 def _subject(made: _Made) -> Subject:
     models = made.target, made.draft_model or made.target
-    target_bytes, draft_bytes = (bytes_per_page(model.config, made.page_size, model.dtype) for model in models)
+    dtypes = made.target_kv.dtype, models[1].dtype
+    target_bytes, draft_bytes = (
+        bytes_per_page(model.config, made.page_size, dtype) for model, dtype in zip(models, dtypes, strict=True)
+    )
     own = own_weights(made.draft, made.target) if isinstance(made.draft, Transformer) else []
     return Subject(
         executor=made.executor,

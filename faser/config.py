@@ -25,6 +25,7 @@ NO_DRAFT = "none"  # a folder of this name is ./none
 DEFAULT_POLICY = "faser"  # with a draft
 DTYPES = ("auto", *model_config.DTYPES)
 QUANTISED = ("auto", "on", "off")
+KV_DTYPES = ("auto", "fp8")
 PROFILING = ("quick", "full", "none")
 TEXT_BODY = 8 * 2**20  # bytes of a request
 MEDIA_BODY = 64 * 2**20  # of one with pictures and videos as data URLs, which are a third larger than the files
@@ -74,6 +75,7 @@ class EngineOptions:
     policy: str | Policy | None = None  # None: faser with a draft, off without
     device: str = "auto"
     dtype: str = "auto"
+    kv_dtype: str = "auto"  # of the target's keys and values: that of the model (auto), or 8-bit floats (fp8)
     quantised: str = "auto"  # compute with quantised weights as they are stored: where that is fast, on, or off
     # Where these three are None the device chooses.
     max_running: int | None = None  # requests in one batch
@@ -112,8 +114,9 @@ class EngineOptions:
             )
         if self.kv_memory is not None and self.num_pages is not None:
             raise ConfigError("kv_memory and num_pages both size the KV cache; give one of them")
-        choices = {"dtype": DTYPES, "quantised": QUANTISED, "device": DEVICES, "early_exit": EARLY_EXIT,
-                   "overlap": OVERLAP, "offload": OFFLOAD, "profiling": PROFILING}  # fmt: skip
+        choices = {"dtype": DTYPES, "kv_dtype": KV_DTYPES, "quantised": QUANTISED, "device": DEVICES,
+                   "early_exit": EARLY_EXIT, "overlap": OVERLAP, "offload": OFFLOAD,
+                   "profiling": PROFILING}  # fmt: skip
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}")

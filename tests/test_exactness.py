@@ -103,11 +103,11 @@ def make_engine(target: Transformer, draft: Draft = None, policy=None, **sizes) 
     return build_engine(target, draft, EngineOptions(policy=policy, **options))
 
 
-def reference(target: Transformer, requests) -> Outcome:
+def reference(target: Transformer, requests, **sizes) -> Outcome:
     """Each request alone, no speculation, no sharing."""
     whole = Outcome()
     for request in requests:
-        alone = serve(make_engine(target, prefix_caching=False, max_running=1), [request])
+        alone = serve(make_engine(target, prefix_caching=False, max_running=1, **sizes), [request])
         for name in ("tokens", "reasons", "logprobs", "stats"):
             getattr(whole, name).update(getattr(alone, name))
     return whole

@@ -93,6 +93,11 @@ def _add_engine_sizes(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
     add("--device", default="auto", help="auto (a GPU if there is one), cpu or cuda")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     add(
+        "--kv-dtype", choices=("auto", "fp8"), default="auto",
+        help="how the target's keys and values are stored: auto (in the dtype of the model, default) or fp8 (8-bit "
+        "floats, e4m3: room for about twice the tokens, and text that can differ)",
+    )  # fmt: skip
+    add(
         "--quantised", choices=("auto", "on", "off"), default="auto",
         help="multiply by quantised weights as they are stored: auto (on a CPU where that is faster, GGUF files only "
         "without a named --dtype; default), on, or off (dequantise them when loading)",
@@ -152,8 +157,8 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
 def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of EngineOptions, which `LLM` takes too."""
     names = (
-        "policy", "device", "dtype", "quantised", "max_model_len", "max_running", "max_batch_tokens", "max_step_ms",
-        "page_size", "profile", "early_exit", "overlap", "offload",
+        "policy", "device", "dtype", "kv_dtype", "quantised", "max_model_len", "max_running", "max_batch_tokens",
+        "max_step_ms", "page_size", "profile", "early_exit", "overlap", "offload",
     )  # fmt: skip
     return {
         **{name: getattr(args, name) for name in names},

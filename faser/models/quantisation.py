@@ -35,6 +35,7 @@ class Quantisation:
     targets: tuple[str, ...] = ("Linear",)  # names or re:patterns of what is quantised
     ignored: tuple[str, ...] = ()  # names or re:patterns of what is not
     has_head: bool = False  # the head may be quantised
+    kv_scheme: bool = False  # keys and values are meant to be stored in 8 bits
 
     def covers(self, module: str) -> bool:
         """Whether the matrix of this name, such as model.layers.0.mlp.up_proj, is quantised."""
@@ -106,7 +107,10 @@ def _read_gptq(fields: Fields) -> Quantisation:
 
 
 def _read_compressed(fields: Fields) -> Quantisation:
+    kv_scheme = _has_kv_scheme(fields)
     groups = fields.get("config_groups")
+    if not groups and kv_scheme:
+        return Quantisation("compressed", 8, targets=(), kv_scheme=True)
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise fields.wrong("config_groups", groups, "an object of objects")
     if len(groups) != 1:
@@ -116,8 +120,6 @@ def _read_compressed(fields: Fields) -> Quantisation:
         raise fields.refuse("sparsity_config (sparse weights)")
     if fields.get("transform_config"):
         raise fields.refuse("transform_config (rotated weights)")
-    if fields.get("kv_cache_scheme"):
-        raise fields.refuse("kv_cache_scheme (keys and values of fewer bits)")
     name, group = next(iter(groups.items()))
     inner = Fields(group, f"{fields.where}: {name}")
     if group.get("output_activations"):
@@ -127,7 +129,20 @@ def _read_compressed(fields: Fields) -> Quantisation:
     if read is None:
         raise arguments.refuse(f"type={arguments.get('type')!r}", "expected float or int")
     names = {"targets": _names(inner, "targets") or ("Linear",), "ignored": _names(fields, "ignore")}
-    return read(fields, inner, arguments, names)
+    return read(fields, inner, arguments, {**names, "kv_scheme": kv_scheme})
+
+
+def _has_kv_scheme(fields: Fields) -> bool:
+    """Whether keys and values are meant to be 8-bit floats with a scale for each layer. Other schemes are refused."""
+    if not fields.get("kv_cache_scheme"):
+        return False
+    scheme = _part(fields, "kv_cache_scheme")
+    _expect(scheme, "type", "float")
+    _expect(scheme, "num_bits", 8)
+    _expect(scheme, "strategy", "tensor")
+    _expect(scheme, "dynamic", False, None)
+    _expect(scheme, "symmetric", True, None)
+    return True
 
 
 def _compressed_floats(fields: Fields, group: Fields, weights: Fields, names: Mapping[str, Any]) -> Quantisation:

@@ -82,6 +82,7 @@ class Transformer:
         self.head = head
         self.vocabulary = vocabulary
         self.vision = vision
+        self.kv_scales: tuple[tuple[float, float], ...] = ()  # of 8-bit keys and values, by layer; empty: all are 1
         self.max_positions = most = config.max_positions
         if max_positions is not None:
             if not 1 <= max_positions <= most:

@@ -359,6 +359,14 @@ def check_tensors(catalogue: Mapping[str, CheckpointTensor], destinations: Mappi
         check_shape(entry.path, name, entry.shape, destination.shape, "config.json")
 
 
+def check_number(name: str, entry: CheckpointTensor) -> None:
+    """Refuse a tensor that is not one float."""
+    if entry.dtype not in _DTYPES:
+        raise UnsupportedModel(f"{entry.path}: {name} has the dtype {entry.dtype}; expected {', '.join(_DTYPES)}")
+    if torch.Size(entry.shape).numel() != 1:
+        raise UnsupportedModel(f"{entry.path}: {name} has the shape {list(entry.shape)}; expected one number a layer")
+
+
 def check_names(path: Path, found: Set[str], expected: Set[str], origin: str) -> None:
     """Refuse a model whose file lacks a tensor that `origin` describes, or has one that it does not describe."""
     missing, unexpected = expected - found, found - expected

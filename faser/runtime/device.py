@@ -17,6 +17,7 @@ from faser.machine import DEVICES
 from faser.models.config import ModelConfig
 from faser.models.heads import DraftHead
 from faser.models.transformer import Transformer
+from faser.runtime.kv_cache import KvFormat
 from faser.runtime.sampling import Sampler
 
 DraftModel = Transformer | DraftHead
@@ -37,12 +38,19 @@ class Parts:
     sampler: Sampler  # reads the history
     num_pages: int | None  # of each model, if the user chose
     kv_memory: int | None  # bytes of both models' pages, if the user chose; with neither the device chooses
+    target_kv: KvFormat  # how the target's keys and values are stored; a draft's are as it computes them
     offload: str  # auto, on or off: the draft's memory can be given to the target's pages (draft_memory.py)
     acceptance: float | tuple[float, ...] | None  # as in EngineOptions: for measuring
 
     @property
     def models(self) -> list[DraftModel]:
         return [model for model in (self.target, self.draft) if model is not None]
+
+    @property
+    def kv_shapes(self) -> list[tuple[ModelConfig, torch.dtype]]:
+        """Of each model, what the size of a KV page follows from."""
+        dtypes = (self.target_kv.dtype, *(model.dtype for model in self.models[1:]))
+        return [(model.config, dtype) for model, dtype in zip(self.models, dtypes, strict=True)]
 
     @property
     def head(self) -> DraftHead | None:
@@ -113,6 +121,9 @@ class Device(Protocol):
 
     def require_model(self, role: str, config: ModelConfig) -> None:
         """Raise ConfigError if the device cannot compute a model of this shape (`role`: target or draft)."""
+
+    def require_rounded_kv(self) -> None:
+        """Raise ConfigError if the device cannot store keys and values as 8-bit floats."""
 
     def default_kv_memory(self) -> int | None:
         """Bytes of KV pages if the user did not choose; None: what the models leave free."""

@@ -8,14 +8,54 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from faser.errors import ConfigError
 from faser.models.config import ModelConfig
+from faser.models.heads import DraftHead
+from faser.models.transformer import Transformer
 
 GIB = 2**30
+ROUNDED = torch.float8_e4m3fn
+ROUNDED_MOST = 448.0  # the largest number that it has
 USEFUL_TOKENS = 256  # of one request, prompt and output; kv_memory must hold these, or max_model_len if less
+
+
+@dataclass(frozen=True)
+class KvFormat:
+    """How a model's keys and values are stored: as they are, or rounded to 8-bit floats."""
+
+    dtype: torch.dtype
+    scales: tuple[tuple[float, float], ...] = ()  # of keys and of values, by layer; empty: 1
+
+    @classmethod
+    def of(cls, model: Transformer | DraftHead) -> KvFormat:
+        """As the model computes them."""
+        return cls(model.dtype)
+
+    @classmethod
+    def rounded(cls, model: Transformer) -> KvFormat:
+        """As 8-bit floats, with the scales of the checkpoint."""
+        return cls(ROUNDED, model.kv_scales)
+
+    @property
+    def is_rounded(self) -> bool:
+        return self.dtype is ROUNDED
+
+    def scales_of(self, layer: int) -> tuple[float, float]:
+        """What the stored keys and values of a layer are multiplied by."""
+        return self.scales[layer] if self.scales else (1.0, 1.0)
+
+    def __str__(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+def round_kv(x: Tensor, scale: float) -> Tensor:
+    """x / scale as 8-bit floats. What is beyond their range becomes the largest of them."""
+    return (x.float() / scale).clamp_(-ROUNDED_MOST, ROUNDED_MOST).to(ROUNDED)
 
 
 def bytes_per_page(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:

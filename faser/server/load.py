@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from time import monotonic
 
-from faser.build import LoadedPair, build_engine, load_pair
+from faser.build import LoadedPair, build_engine, load_pair, target_kv
 from faser.config import EngineOptions, draft_name, model_name
 from faser.engine.engine import Engine
 from faser.engine.stats import EngineStats
@@ -15,7 +15,7 @@ from faser.models.source import DEFAULT_HUB_NAME, open_target, recommended_sampl
 from faser.progress import progress_bar
 from faser.request import Grammar, Request, SamplingParams
 from faser.runtime.device import why_device
-from faser.runtime.kv_cache import bytes_per_page, feature_bytes_per_page
+from faser.runtime.kv_cache import KvFormat, bytes_per_page, feature_bytes_per_page
 from faser.server.messages import About, Start
 from faser.server.worker import Served
 from faser.text.grammar import ANY_OBJECT, shared_compiler
@@ -36,6 +36,7 @@ def load(start: Start) -> Served:
     with progress_bar("warming up"):
         _warm_up(engine, pair)
     scheduler, pages = engine.scheduler, engine.scheduler.target_pages
+    kv = target_kv(options, pair.target)
     about = About(
         model=start.served_model_name or model_name(start.model or DEFAULT_HUB_NAME),
         draft=draft_name(start.model, start.draft),
@@ -49,7 +50,8 @@ def load(start: Start) -> Served:
         max_running=scheduler.limits.max_running,
         page_size=pages.page_size,
         num_pages=pages.num_pages,
-        kv_bytes=_kv_bytes(pair, pages.num_pages, pages.page_size),
+        kv_dtype=str(kv),
+        kv_bytes=_kv_bytes(pair, kv, pages.num_pages, pages.page_size),
         load_seconds=monotonic() - started,
         tokenizer=pair.tokenizer.to_json() if pair.tokenizer is not None else None,
         chat_template=(template.source, template.bos_token, template.eos_token) if template is not None else None,
@@ -77,10 +79,10 @@ def _warm_up(engine: Engine, pair: LoadedPair) -> None:
             compiler.check(Grammar("json_schema", ANY_OBJECT))
 
 
-def _kv_bytes(pair: LoadedPair, num_pages: int, page_size: int) -> int:
-    models = [model for model in (pair.target, pair.draft_model) if model is not None]
-    page = sum(bytes_per_page(model.config, page_size, model.dtype) for model in models)
-    head = pair.draft_model
+def _kv_bytes(pair: LoadedPair, kv: KvFormat, num_pages: int, page_size: int) -> int:
+    page, head = bytes_per_page(pair.target.config, page_size, kv.dtype), pair.draft_model
+    if head is not None:
+        page += bytes_per_page(head.config, page_size, head.dtype)
     if isinstance(head, DraftHead):
         page += feature_bytes_per_page(head.config, page_size, head.dtype)
     return num_pages * page

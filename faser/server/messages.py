@@ -142,6 +142,7 @@ class About(msgspec.Struct, frozen=True, tag="ready"):
     sampling: dict[str, Any] = {}  # fields of SamplingParams for requests that do not give them
     vision: VisionSettings | None = None  # None: the model has no eyes
     max_positions: int = 0  # of a model with eyes
+    kv_dtype: str = ""  # of the target's keys and values
 
     @property
     def kv_tokens(self) -> int:

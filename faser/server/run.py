@@ -165,6 +165,8 @@ def announcement(about: About, options: ServerOptions, host: str, port: int) -> 
     url, why = f"http://{shown}:{port}", about.reasons
     sampling = describe({"temperature": 1.0, **about.sampling})
     kv = f"{about.kv_bytes / 2**30:.2f} GiB, {about.kv_tokens} tokens in {about.num_pages} pages of {about.page_size}"
+    if about.kv_dtype not in ("", about.dtype):
+        kv += f", those of the target in {about.kv_dtype}"
     lines = [
         f"FASER serves {about.model} at {url} (loaded in {about.load_seconds:.1f} s)",
         f"  draft    {about.draft or 'none'} ({why['draft']})",

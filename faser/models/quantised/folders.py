@@ -15,6 +15,7 @@ from torch import Tensor
 
 from faser.errors import ModelError, UnsupportedModel
 from faser.models.config import ModelConfig
+from faser.models.kv_scales import take_kv_scales
 from faser.models.quantisation import Quantisation
 from faser.models.quantised.matrix import Fp8Matrix, GroupMatrix, Weight, dequantise, pack_nibbles
 from faser.models.quantised.placement import Mode, Placement, assemble
@@ -53,7 +54,8 @@ def load(
 ) -> Transformer:
     """Read a quantised model; besides it no more than one of its matrices is in memory."""
     assert config.quantisation is not None
-    folder, catalogue = Path(folder), read_model_catalogue(Path(folder), config)
+    folder = Path(folder)
+    kv_scales, catalogue = take_kv_scales(folder, read_model_catalogue(folder, config), config)
     model = Transformer.empty(config, dtype, device, max_positions, without_matrices=True)
     destinations = destinations_of(model)
     modules = {name.removesuffix(".weight"): _sides(each) for name, each in destinations.items() if each.tensor.is_meta}
@@ -63,7 +65,9 @@ def load(
     check_tensors(catalogue, vectors)
     fill(vectors, catalogue, None)
     head = None if config.tie_embeddings else "lm_head"
-    return assemble(model, reader.read, Placement.choose(quantised, dtype, device), head)
+    made = assemble(model, reader.read, Placement.choose(quantised, dtype, device), head)
+    made.kv_scales = kv_scales
+    return made
 
 
 def fill_dequantised(

@@ -17,13 +17,15 @@ from faser.runtime.cpu.draft_memory import CpuDraftMemory, HostBlock
 from faser.runtime.cpu.drafter import BlockDrafter, Eagle3Drafter, ModelDrafter
 from faser.runtime.cpu.executor import TorchExecutor
 from faser.runtime.cpu.positions import RotaryPositions
+from faser.runtime.cpu.rounded import RoundedRunner
 from faser.runtime.cpu.runner import FeaturePages, HeadRunner, ModelRunner
 from faser.runtime.cpu.verifier import Verifier
 from faser.runtime.cpu.vision import CpuEyes
-from faser.runtime.device import DraftModel, Parts, Profiling, Speeds
+from faser.runtime.device import Parts, Profiling, Speeds
 from faser.runtime.drafter import Drafter
 from faser.runtime.kv_cache import (
     GIB,
+    KvFormat,
     bytes_per_page,
     feature_bytes_per_page,
     fitting_pages,
@@ -57,6 +59,9 @@ class CpuDevice:
     def require_model(self, role: str, config: ModelConfig) -> None:
         """Every model can be computed."""
 
+    def require_rounded_kv(self) -> None:
+        """Every CPU can store them."""
+
     def default_kv_memory(self) -> int:
         """A quarter of the machine's memory, at most 4 GiB. Only pages in use take physical memory."""
         return min(4 * 2**30, self.memory // 4)
@@ -66,9 +71,10 @@ class CpuDevice:
             raise ConfigError("synthetic acceptance is for measuring a GPU; the CPU device has none")
         num_pages = parts.num_pages or self._num_pages(parts)
         gained = _pages_gained(parts, num_pages) if parts.offload == "on" else 0  # auto: see draft_memory.py
-        target_pages = _page_block(parts.target, num_pages + gained, parts.page_size)
+        shapes = parts.kv_shapes
+        target_pages = _page_block(*shapes[0], num_pages + gained, parts.page_size)
         features = None if parts.head is None else FeaturePages(parts.head, num_pages, parts.page_size)
-        target = _runner(parts.target, target_pages, parts, features)
+        target = _runner(parts.target, target_pages, parts, parts.target_kv, features)
         if parts.limits.vision is not None:
             target.rotary = RotaryPositions(
                 parts.limits.max_running, parts.limits.max_model_len, parts.target.max_positions
@@ -76,7 +82,7 @@ class CpuDevice:
         drafter: Drafter | None = None
         memory: CpuDraftMemory | None = None
         if parts.draft is not None:
-            draft_pages = _page_block(parts.draft, num_pages, parts.page_size)
+            draft_pages = _page_block(*shapes[1], num_pages, parts.page_size)
             drafter = _make_drafter(parts, draft_pages, target)
             if gained:
                 assert isinstance(parts.draft, Transformer)
@@ -91,12 +97,11 @@ class CpuDevice:
     def _num_pages(self, parts: Parts) -> int:
         require_room(parts.kv_memory, self.memory - sum(model.num_bytes for model in parts.models))
         budget = parts.kv_memory or self.default_kv_memory()
-        models = [(model.config, model.dtype) for model in parts.models]
         head, feature_bytes = parts.head, 0
         if head is not None:
             feature_bytes = feature_bytes_per_page(head.config, parts.page_size, head.dtype)
         sizes = parts.page_size, parts.limits.max_model_len, parts.most_pages
-        return fitting_pages(budget, models, *sizes, feature_bytes)
+        return fitting_pages(budget, parts.kv_shapes, *sizes, feature_bytes)
 
 
 def _make_eyes(parts: Parts) -> CpuEyes | None:
@@ -111,7 +116,7 @@ def _make_drafter(parts: Parts, draft_pages: HostBlock, target: ModelRunner) -> 
     rest = parts.sampler, parts.history, parts.target.config.vocab_size
     draft = parts.draft
     if isinstance(draft, Transformer):
-        return ModelDrafter(_runner(draft, draft_pages, parts), *rest)
+        return ModelDrafter(_runner(draft, draft_pages, parts, KvFormat.of(draft)), *rest)
     assert draft is not None
     pages = pages_over(draft_pages.bytes, draft.config, parts.page_size, draft.dtype)
     runner = HeadRunner(draft, pages, parts.limits.max_running, parts.limits.max_model_len, target)
@@ -121,24 +126,29 @@ def _make_drafter(parts: Parts, draft_pages: HostBlock, target: ModelRunner) -> 
     return BlockDrafter(runner, draft, *rest)
 
 
-def _page_block(model: DraftModel, num_pages: int, page_size: int) -> HostBlock:
-    num_bytes = num_pages * bytes_per_page(model.config, page_size, model.dtype)
+def _page_block(config: ModelConfig, dtype: torch.dtype, num_pages: int, page_size: int) -> HostBlock:
+    num_bytes = num_pages * bytes_per_page(config, page_size, dtype)
     try:
         return HostBlock(num_bytes)
     except OSError as error:
         raise ConfigError(f"no memory for a KV cache of {num_bytes / GIB:.2f} GiB; lower kv_memory") from error
 
 
-def _runner(model: Transformer, block: HostBlock, parts: Parts, features: FeaturePages | None = None) -> ModelRunner:
-    pages = pages_over(block.bytes, model.config, parts.page_size, model.dtype)
-    return ModelRunner(model, pages, parts.limits.max_running, parts.limits.max_model_len, features)
+def _runner(
+    model: Transformer, block: HostBlock, parts: Parts, kv: KvFormat, features: FeaturePages | None = None
+) -> ModelRunner:
+    pages = pages_over(block.bytes, model.config, parts.page_size, kv.dtype)
+    sizes = parts.limits.max_running, parts.limits.max_model_len
+    if kv.is_rounded:
+        return RoundedRunner(model, pages, *sizes, kv, features)
+    return ModelRunner(model, pages, *sizes, features)
 
 
 def _pages_gained(parts: Parts, num_pages: int) -> int:
     """Target pages that the draft's weights and pages would hold, no more than all slots can use."""
     if not isinstance(parts.draft, Transformer):
         return 0
-    draft_page, page = (bytes_per_page(m.config, parts.page_size, m.dtype) for m in (parts.draft, parts.target))
+    page, draft_page = (bytes_per_page(config, parts.page_size, dtype) for config, dtype in parts.kv_shapes)
     freed = home_bytes(own_weights(parts.draft, parts.target)) + num_pages * draft_page
     gained = max(0, min(freed // page, parts.most_pages - num_pages))
     if not gained:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from faser.arrays import NONE, IntArray
 from faser.models.heads import DraftHead
 from faser.models.layers import rotate
-from faser.models.transformer import Transformer
+from faser.models.transformer import Attend, Transformer
 from faser.runtime.cpu.positions import RotaryPositions
 from faser.step import Admission, KvCopies, PageMoves, PageWrites
 
@@ -179,32 +179,37 @@ class ModelRunner(Runner):
 
     def copy(self, copies: KvCopies) -> None:
         sources, destinations = torch.from_numpy(copies.sources), torch.from_numpy(copies.destinations)
-        for layer in self._pages:
+        for layer in self._pages.view(torch.uint8):  # bytes: torch copies no 8-bit floats by index
             entries = layer.flatten(0, 1)
             entries.index_copy_(0, destinations, entries.index_select(0, sources))
 
     def move(self, moves: PageMoves) -> None:
         assert self.features is None, "a target with a head has pages that stay"
         sources, destinations = torch.from_numpy(moves.sources), torch.from_numpy(moves.destinations)
-        self._pages.index_copy_(1, destinations, self._pages.index_select(1, sources))
+        pages = self._pages.view(torch.uint8)
+        pages.index_copy_(1, destinations, pages.index_select(1, sources))
 
     def run(self, rows: Rows, hidden: torch.Tensor, first: int = 0, last: int | None = None) -> torch.Tensor:
         """Run layers first … last - 1 (default: all) on hidden [R, hidden size]."""
         with self.timed():
-            positions = None if self.rotary is None else self.rotary.of(rows.owners, rows.positions)
-            attend = CpuAttention(self.model, self._pages, self._table, rows, positions=positions)
-            if self.features is not None:
-                assert (first, last) == (0, None), "features are kept of whole forwards"
-                return self._run_and_keep(self.features, rows, hidden, attend)
-            return self.model.run_layers(hidden, attend, first, last)
+            return self._run(rows, hidden, first, last)
 
-    def _run_and_keep(
-        self, features: FeaturePages, rows: Rows, hidden: torch.Tensor, attend: CpuAttention
-    ) -> torch.Tensor:
+    def _run(self, rows: Rows, hidden: torch.Tensor, first: int, last: int | None) -> torch.Tensor:
+        positions = None if self.rotary is None else self.rotary.of(rows.owners, rows.positions)
+        attend = self._attention(rows, positions)
+        if self.features is not None:
+            assert (first, last) == (0, None), "features are kept of whole forwards"
+            return self._run_and_keep(self.features, rows, hidden, attend)
+        return self.model.run_layers(hidden, attend, first, last)
+
+    def _attention(self, rows: Rows, positions: IntArray | None) -> Attend:
+        return CpuAttention(self.model, self._pages, self._table, rows, positions=positions)
+
+    def _run_and_keep(self, features: FeaturePages, rows: Rows, hidden: torch.Tensor, attend: Attend) -> torch.Tensor:
         kept, done = [], 0
         for layer in features.layers:
             hidden = self.model.run_layers(hidden, attend, done, layer)
-            kept.append(hidden)
+            kept.append(hidden[: rows.num_rows])
             done = layer
         features.write(self.entries(rows.owners, rows.positions), kept)
         return self.model.run_layers(hidden, attend, done)
@@ -225,7 +230,7 @@ class ModelRunner(Runner):
 
 
 @dataclass(frozen=True)
-class _Group:
+class Group:
     """Requests that attend in one call: G requests padded to L rows and S keys."""
 
     rows: torch.Tensor | slice  # [G * L] indices of the query rows; padding repeats a request's last row
@@ -244,6 +249,8 @@ class CpuAttention:
     A row sees the keys up to its own, with `sees_all` those of all rows of its request. `positions` are those of the
     rotary embedding; None: the indices of the rows.
     """
+
+    dtype: torch.dtype | None = None  # in which keys, values and weights are multiplied; None: that of the model
 
     def __init__(
         self,
@@ -267,31 +274,38 @@ class CpuAttention:
         heads_per_kv = config.num_heads // config.num_kv_heads
         page_bytes = size * 2 * config.num_kv_heads * config.head_dim * model.dtype.itemsize
         members_of = _partition(rows, size, max(1, GROUP_BYTES // page_bytes))
+        dtype = self.dtype or model.dtype
         self._groups = [
-            _make_group(rows, table, size, members, heads_per_kv, model.dtype, first_key, sees_all)
-            for members in members_of
+            _make_group(rows, table, size, members, heads_per_kv, dtype, first_key, sees_all) for members in members_of
         ]
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
         rotate(qkv[:, : num_heads + num_kv_heads], self._cos, self._sin)
-        pages = self._pages[layer]
-        pages.flatten(0, 1).index_copy_(0, self._written, qkv[:, num_heads:])
+        self._write(layer, qkv[:, num_heads:])
         if len(self._groups) == 1 and self._groups[0].real is None:
-            return self._attend(self._groups[0], qkv[:, :num_heads], pages)
+            return self._attend(self._groups[0], qkv[:, :num_heads], layer)
         out = qkv.new_empty(qkv.shape[0], num_heads * qkv.shape[2])
         for group in self._groups:
-            attended = self._attend(group, qkv[:, :num_heads], pages)
+            attended = self._attend(group, qkv[:, :num_heads], layer)
             out[group.real_rows] = attended if group.real is None else attended[group.real]
         return out
 
-    def _attend(self, group: _Group, query: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    def _write(self, layer: int, kv: torch.Tensor) -> None:
+        """Store the keys and values [R, 2 * kv heads, head_dim] of the rows."""
+        self._pages[layer].flatten(0, 1).index_copy_(0, self._written, kv)
+
+    def _read(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
+        """[pages, page_size, 2 * kv heads, head_dim] of some pages, in new memory."""
+        return self._pages[layer].index_select(0, pages)
+
+    def _attend(self, group: Group, query: torch.Tensor, layer: int) -> torch.Tensor:
         """[rows, heads, head_dim] → [G * L, heads * head_dim]"""
         num_kv, head_dim = self._num_kv_heads, query.shape[2]
         fold = self._num_heads // num_kv
         # [G, S, 2 * kv heads, head_dim]. Void entries are zeroed: they may hold another request's overflow, and a
         # weight of zero times infinity is NaN.
-        kv = pages.index_select(0, group.pages).flatten(0, 1).index_fill_(0, group.void, 0)
+        kv = self._read(layer, group.pages).flatten(0, 1).index_fill_(0, group.void, 0)
         kv = kv.view(group.num_requests, -1, 2 * num_kv, head_dim)
         key, value = kv[:, :, :num_kv].transpose(1, 2), kv[:, :, num_kv:].transpose(1, 2)
         # [G, kv heads, heads per key head, L, head_dim]
@@ -334,7 +348,7 @@ def _make_group(
     dtype: torch.dtype,
     first_key: int,
     sees_all: bool,
-) -> _Group:
+) -> Group:
     counts, start = rows.counts[members], rows.start[members]
     first = rows.cu_rows[members]
     num_rows = int(counts.max())
@@ -351,7 +365,7 @@ def _make_group(
         mask = mask.expand(-1, heads_per_kv, -1, -1).reshape(members.size, 1, heads_per_kv * num_rows, -1)
     contiguous = bool(real.all()) and int(taken[-1] - taken[0]) + 1 == taken.size
     picked: torch.Tensor | slice = slice(int(taken[0]), int(taken[-1]) + 1) if contiguous else torch.from_numpy(taken)
-    return _Group(
+    return Group(
         rows=picked,
         real=None if real.all() else torch.from_numpy(np.flatnonzero(real)),
         real_rows=picked if real.all() else torch.from_numpy(taken[real.reshape(-1)]),

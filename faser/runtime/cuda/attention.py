@@ -24,6 +24,7 @@ from torch import Tensor
 
 from faser.arrays import IntArray
 from faser.runtime.cuda.attention_kernels import attend_kernel, rotate_kernel
+from faser.runtime.kv_cache import ROUNDED
 
 Int32Array = NDArray[np.int32]
 
@@ -199,10 +200,12 @@ def rotate_and_write(
     eps: float = 0.0,
     by_row: bool = False,
     overlap: bool = False,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """Rotate the queries in place and write the rotated keys, and the values, to their pages.
 
-    With qk_norm the queries and keys are normalised per head first.
+    With qk_norm the queries and keys are normalised per head first. Into pages of 8-bit floats keys and values are
+    written divided by kv_scales, rounded, and cut to the range of these floats.
 
     qkv [R, num_heads + 2 * num_kv_heads, head_dim], contiguous; positions, slots [R] int32; num_rows [1] int32, the
     real rows; table [slots, columns] int32; cos, sin [max_positions, head_dim // 2] float32, or [R, head_dim // 2] with
@@ -217,10 +220,10 @@ def rotate_and_write(
     assert table.stride(1) == 1
     block_heads = min(triton.next_power_of_2(all_heads), max(1, 1024 // head_dim))
     rotate_kernel[(-(-all_heads // block_heads), rows)](
-        qkv, positions, slots, num_rows, table, cos, sin, pages, qk_norm, table.stride(0), eps,
+        qkv, positions, slots, num_rows, table, cos, sin, pages, qk_norm, table.stride(0), eps, *kv_scales,
         num_heads=num_heads, num_kv_heads=kv_entry // 2, head_dim=head_dim, page_size=page_size,
-        block_heads=block_heads, normalise=qk_norm is not None, by_row=by_row, overlap=overlap, num_warps=2,
-        launch_pdl=overlap,
+        block_heads=block_heads, normalise=qk_norm is not None, by_row=by_row, overlap=overlap,
+        rounded=pages.dtype is ROUNDED, num_warps=2, launch_pdl=overlap,
     )  # fmt: skip
 
 
@@ -236,10 +239,12 @@ def attend(
     overlap: bool = False,
     first_key: int = 0,
     sees_all: bool = False,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """Causal attention of the rows of the tiles to their requests' keys from first_key on, into out.
 
-    With `sees_all` it is not causal: a row sees all rows of its request.
+    With `sees_all` it is not causal: a row sees all rows of its request. Pages of 8-bit floats hold keys and values
+    divided by kv_scales.
 
     qkv [R, num_heads + 2 * num_kv_heads, head_dim], contiguous, its queries rotated; pages [num_pages, page_size,
     2 * num_kv_heads, head_dim], the step's own keys and values already in them; table [slots, columns] int32; out [R,
@@ -258,11 +263,11 @@ def attend(
     attend_kernel[(num_kv_heads, tiles.request.shape[0], config.num_splits)](
         qkv, pages, table, out, workspace.partial, workspace.log_sums, workspace.arrived,
         tiles.first_row, tiles.num_rows, tiles.start, tiles.slot, tiles.request, tiles.offset, tiles.num_tiles,
-        table.stride(0), (head_dim**-0.5 if scale is None else scale) * LOG2_E,
+        table.stride(0), (head_dim**-0.5 if scale is None else scale) * kv_scales[0] * LOG2_E, kv_scales[1],
         config.rows_per_tile, config.num_splits, config.num_sms,
         config.min_split // config.block_n, max(MAX_SPLIT, config.min_split) // config.block_n,
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size,
         block_m=config.block_m, block_n=config.block_n, is_split=config.num_splits > 1, overlap=overlap,
-        first_key=first_key, sees_all=sees_all,
+        first_key=first_key, sees_all=sees_all, rounded=pages.dtype is ROUNDED,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=overlap,
     )  # fmt: skip

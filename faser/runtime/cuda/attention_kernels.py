@@ -7,16 +7,22 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from faser.runtime.cuda.quantised_kernels import round_e4m3
+
 FAR = tl.constexpr(-1e30)  # the score of a key a row may not see; finite, so that FAR - FAR is no NaN
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def rotate_kernel(
-    qkv, positions, slots, num_rows, table, cos, sin, pages, qk_norm, table_stride, eps,
+    qkv, positions, slots, num_rows, table, cos, sin, pages, qk_norm, table_stride, eps, key_scale, value_scale,
     num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, page_size: tl.constexpr,
     block_heads: tl.constexpr, normalise: tl.constexpr, by_row: tl.constexpr, overlap: tl.constexpr,
+    rounded: tl.constexpr,
 ):  # fmt: skip
-    """One program for block_heads heads of a row. Halves of heads are [block_heads, head_dim // 2]."""
+    """One program for block_heads heads of a row. Halves of heads are [block_heads, head_dim // 2].
+
+    If `rounded`, keys and values are stored as 8-bit floats, divided by their scales.
+    """
     if overlap:
         gdc_launch_dependents()
     row = tl.program_id(1)
@@ -59,8 +65,19 @@ def rotate_kernel(
     entry = page.to(tl.int64) * page_size + position % page_size
     kept = pages + entry * (2 * num_kv_heads * head_dim) + (inside - num_heads * head_dim)
     is_kept = present & (head >= num_heads)[:, None]
+    if rounded:
+        scale = tl.where(turns, key_scale, value_scale)
+        turned_first = _round_entry(turned_first, scale, qkv.dtype.element_ty)
+        turned_second = _round_entry(turned_second, scale, qkv.dtype.element_ty)
     tl.store(kept, turned_first.to(pages.dtype.element_ty), mask=is_kept)
     tl.store(kept + half, turned_second.to(pages.dtype.element_ty), mask=is_kept)
+
+
+@triton.jit
+def _round_entry(x, scale, dtype: tl.constexpr):
+    """x / scale rounded to 8-bit floats, by way of the model's dtype as on a CPU, and cut to their range."""
+    quotient = tl.div_rn(x.to(dtype).to(tl.float32), scale + tl.zeros_like(x))
+    return round_e4m3(tl.clamp(quotient, -448.0, 448.0))
 
 
 # Arguments that differ from graph to graph are not compiled in, nor is the alignment of num_tiles.
@@ -68,14 +85,15 @@ def rotate_kernel(
 def attend_kernel(
     qkv, pages, table, out, partial, log_sums, arrived,
     first_row, num_rows, start, slot, tile_request, tile_offset, num_tiles,
-    table_stride, scale, rows_per_tile, num_splits, num_sms, min_share, max_share,
+    table_stride, scale, value_scale, rows_per_tile, num_splits, num_sms, min_share, max_share,
     num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, page_size: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, is_split: tl.constexpr, overlap: tl.constexpr,
-    first_key: tl.constexpr, sees_all: tl.constexpr,
+    first_key: tl.constexpr, sees_all: tl.constexpr, rounded: tl.constexpr,
 ):  # fmt: skip
     """One program for a split of a tile at one key head. Queries are [block_m, head_dim], keys [block_n, head_dim].
 
-    A share is a split's blocks of keys. Unless is_split there is one split, and no code for more.
+    A share is a split's blocks of keys. Unless is_split there is one split, and no code for more. If `rounded`, pages
+    hold 8-bit floats: `scale` has the scale of the keys in it, and results are multiplied by that of the values.
     """
     kv_head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request = tl.load(tile_request + tile)
@@ -139,6 +157,8 @@ def attend_kernel(
     if deferred:
         total = tl.sum(total, 1)
     acc = acc / total[:, None]
+    if rounded:
+        acc = acc * value_scale
     result = out + (flat_row * num_heads + head)[:, None] * head_dim + dim[None, :]
     if is_split:
         if num_active == 1:
@@ -177,8 +197,8 @@ def _scan(
         value_at = key_at + num_kv_heads * head_dim
         if masked:
             written = ((n >= first_key) & (n < end))[:, None]
-            k = tl.load(key_at, mask=written, other=0.0)
-            v = tl.load(value_at, mask=written, other=0.0)
+            k = tl.load(key_at, mask=written, other=0.0).to(q.dtype)
+            v = tl.load(value_at, mask=written, other=0.0).to(q.dtype)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
             seen = n[None, :] <= row_position[:, None]
             if first_key > 0:
@@ -187,8 +207,8 @@ def _scan(
             new_peak = tl.maximum(peak, tl.max(scores, 1))
             weights = tl.exp2(scores - new_peak[:, None])
         else:
-            k = tl.load(key_at)
-            v = tl.load(value_at)
+            k = tl.load(key_at).to(q.dtype)
+            v = tl.load(value_at).to(q.dtype)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
             weights = tl.exp2(scores * scale - new_peak[:, None])

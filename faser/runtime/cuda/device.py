@@ -68,6 +68,13 @@ class CudaDevice:
                 "use another model or --device cpu"
             )
 
+    def require_rounded_kv(self) -> None:
+        if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
+            raise ConfigError(
+                f"kv_dtype='fp8': {torch.cuda.get_device_name()} has no 8-bit floats (compute capability below 8.9); "
+                "leave it out"
+            )
+
     def default_kv_memory(self) -> None:
         return None
 
@@ -82,7 +89,7 @@ class CudaDevice:
         longest = limits.max_model_len + 2 * parts.max_length + 1
         slots = Slots.allocate(limits.max_running, longest, device)
         lanes = Lanes(device)
-        target = CudaModel(parts.target, slots, limits, parts.page_size, lanes)
+        target = CudaModel(parts.target, slots, limits, parts.page_size, lanes, kv=parts.target_kv)
         _open_eyes(parts, target, slots)
         models = [target]
         drafter: CudaDrafter | None = None
@@ -171,7 +178,7 @@ def _make_draft_memory(
     target, draft = models
     home = WeightsHome(own_weights(draft.model, target.model))
     layout = Layout.of(
-        (target.model.config, target.model.dtype), (draft.model.config, draft.model.dtype), parts.page_size,
+        (target.model.config, target.kv.dtype), (draft.model.config, draft.kv.dtype), parts.page_size,
         home.num_bytes, num_pages, parts.most_pages, driver.granularity, exact=parts.num_pages is not None,
     )  # fmt: skip
     if num_pages >= parts.most_pages or layout.pages_gained <= 0:
@@ -179,8 +186,8 @@ def _make_draft_memory(
         return None
     with _unless_required(parts):
         memory = CudaDraftMemory(layout, home, driver)
-        target.pages = memory.target_pages(target.model.config, parts.page_size, target.model.dtype)
-        draft.pages = memory.draft_pages(draft.model.config, parts.page_size, draft.model.dtype)
+        target.pages = memory.target_pages(target.model.config, parts.page_size, target.kv.dtype)
+        draft.pages = memory.draft_pages(draft.model.config, parts.page_size, draft.kv.dtype)
         gained = layout.pages_gained, 100 * layout.pages_gained / layout.base_pages
         log.info("the draft can leave the device: then there are %d more KV pages (+%.0f %%)", *gained)
         return memory

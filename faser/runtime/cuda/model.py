@@ -30,7 +30,7 @@ from faser.runtime.cuda.sampling import Choices, Slots, sample
 from faser.runtime.cuda.tiling import Attending, Tiling
 from faser.runtime.cuda.transfer import Staging, send
 from faser.runtime.cuda.vision import CudaEyes, RowAngles
-from faser.runtime.kv_cache import bytes_per_page
+from faser.runtime.kv_cache import KvFormat, bytes_per_page
 from faser.step import PageWrites
 
 HEAD_ROWS = 512  # rows of logits at a time: 300 MB for a vocabulary of 150k
@@ -41,7 +41,7 @@ class CudaModel:
 
     All rows of a forward may be sampled from. The buffers also have room for the graph that the most rows are rounded
     up to, and for two rows of each request. `writes` is for a draft model: sampled tokens go into the history at once,
-    and their confidence is kept.
+    and their confidence is kept. `kv` says how keys and values are stored; None: in the dtype of the model.
     """
 
     first_key = 0  # tokens of a context before this one have no keys
@@ -56,6 +56,7 @@ class CudaModel:
         lanes: Lanes,
         *,
         writes: bool = False,
+        kv: KvFormat | None = None,
     ) -> None:
         config, device, dtype = model.config, model.device, model.dtype
         max_requests, max_rows, max_context = limits.max_running, limits.max_batch_tokens, limits.max_model_len
@@ -68,6 +69,7 @@ class CudaModel:
         self.max_rows = max_rows
         self.page_size = page_size
         self._writes = writes
+        self.kv = kv or KvFormat.of(model)
         self.requests = Requests.allocate(max_requests, device)
         self.rows = DeviceRows.allocate(max_requests, max_rows, max_rows, device)
         self.choices = Choices.allocate(max_rows, model.head.shape[0], device)
@@ -104,16 +106,16 @@ class CudaModel:
         self.tiling = Tiling(model, max_requests, max_rows, max_context)
         self._graphs: dict[Shape, Callable[[], None]] = {}
         self._choosing: dict[int, Callable[[], None]] = {}  # graphs of head and sampling, by wanted rows
-        self.pages = torch.zeros(0, dtype=dtype, device=device)
+        self.pages = torch.zeros(0, dtype=self.kv.dtype, device=device)
 
     @property
     def page_bytes(self) -> int:
-        return bytes_per_page(self.model.config, self.page_size, self.model.dtype)
+        return bytes_per_page(self.model.config, self.page_size, self.kv.dtype)
 
     def allocate_pages(self, num_pages: int) -> None:
         config = self.model.config
         shape = (config.num_layers, num_pages, self.page_size, 2 * config.num_kv_heads, config.head_dim)
-        self.pages = torch.zeros(shape, dtype=self.model.dtype, device=self.model.device)
+        self.pages = torch.zeros(shape, dtype=self.kv.dtype, device=self.model.device)
 
     # ── what changes from step to step ───────────────────────────────────────────────────────────────────────────────
 
@@ -311,16 +313,16 @@ class CudaModel:
             each[: shape.num_rows]
             for each in (self.hidden, self.normed, self._qkv, self._attended, self._gate_up, self._activated)
         )
-        by_row = self.angles is not None
+        by_row, kv_scales = self.angles is not None, self.kv.scales_of(index)
         cos, sin = (model.cos, model.sin) if self.angles is None else (self.angles.cos, self.angles.sin)
         attention.rotate_and_write(
             qkv, rows.positions, rows.slots, rows.num_rows, self.table, cos, sin, pages, layer.qk_norm, eps,
-            by_row=by_row, overlap=self._overlaps,
+            by_row=by_row, overlap=self._overlaps, kv_scales=kv_scales,
         )  # fmt: skip
         for each in attending:
             attention.attend(
                 qkv, pages, self.table, each.tiles, attended, each.workspace, each.config, overlap=self._overlaps,
-                first_key=self.first_key, sees_all=self.sees_all,
+                first_key=self.first_key, sees_all=self.sees_all, kv_scales=kv_scales,
             )  # fmt: skip
         linear.linear_residual(attended, layer.out, hidden, layer.out_bias, self._linear, num_sms=num_sms)
         linear.norm_gate_up(

@@ -7,6 +7,7 @@ Knows the memory of pages; knows nothing of who holds them.
 from __future__ import annotations
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -33,7 +34,7 @@ def move_pages(pages: Tensor, moves: PageMoves) -> None:
 def copy_entries(pages: Tensor, copies: KvCopies) -> None:
     """Copy entries in place, layer by layer, by torch's own kernels: it is done once for a window of a video."""
     where = send(np.stack([copies.sources, copies.destinations]), pages.device)
-    for layer in pages:
+    for layer in pages.view(torch.uint8):  # bytes: torch copies no 8-bit floats by index
         entries = layer.flatten(0, 1)
         entries.index_copy_(0, where[1], entries.index_select(0, where[0]))
 

@@ -18,7 +18,7 @@ from faser.runtime.cuda.linear_kernels import finish_tile
 
 
 @triton.jit
-def _round_e4m3(x):
+def round_e4m3(x):
     """x, at most 448 in size, rounded to the nearest number that e4m3 has; still float32.
 
     A cast would do on a GPU. Triton's interpreter casts 127.7 to 64; what is rounded already it casts well. Adding and
@@ -55,7 +55,7 @@ def round_rows_kernel(
         scale = tl.zeros([BLOCK_K // GROUP, 1], tl.float32) + tl.load(static)
     else:
         scale = tl.div_rn(tl.maximum(tl.max(tl.abs(row_values), 1, keep_dims=True), 1e-10), 448.0)
-    rounded = _round_e4m3(tl.clamp(tl.div_rn(row_values, scale + tl.zeros_like(row_values)), -448.0, 448.0))
+    rounded = round_e4m3(tl.clamp(tl.div_rn(row_values, scale + tl.zeros_like(row_values)), -448.0, 448.0))
     tl.store(values + row * K + k, rounded.to(tl.float8e4nv), mask=k < K)
     tl.store(scales + row * GROUPS + group, scale, mask=group < GROUPS)
 

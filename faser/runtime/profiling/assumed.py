@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from faser.cost.curve import NOTHING, Curve
 from faser.cost.profile import Profile
 from faser.models.heads import BlockHead, DraftHead
@@ -18,12 +20,18 @@ from faser.runtime.device import Speeds
 
 
 def assumed_profile(
-    target: Transformer, draft: Transformer | DraftHead | None, speeds: Speeds, max_rows: int, about: Mapping[str, Any]
+    target: Transformer,
+    draft: Transformer | DraftHead | None,
+    speeds: Speeds,
+    max_rows: int,
+    about: Mapping[str, Any],
+    target_kv: torch.dtype,
 ) -> Profile:
-    verify = _curve(target, speeds, max_rows)
-    drafts = next_drafts = NOTHING if draft is None else _curve(draft, speeds, max_rows)
+    verify = _curve(target, target_kv, speeds, max_rows)
+    drafts = next_drafts = NOTHING if draft is None else _curve(draft, draft.dtype, speeds, max_rows)
     if isinstance(draft, BlockHead):  # all tokens come from one forward
-        drafts, next_drafts = _curve(draft, speeds, max_rows, draft.head_config.num_block_rows), NOTHING
+        drafts = _curve(draft, draft.dtype, speeds, max_rows, draft.head_config.num_block_rows)
+        next_drafts = NOTHING
     return Profile(
         about=about,
         verify=verify,
@@ -37,13 +45,15 @@ def assumed_profile(
     )
 
 
-def _curve(model: Transformer | DraftHead, speeds: Speeds, max_rows: int, rows_each: int = 1) -> Curve:
+def _curve(
+    model: Transformer | DraftHead, kv_dtype: torch.dtype, speeds: Speeds, max_rows: int, rows_each: int = 1
+) -> Curve:
     """By requests of `rows_each` rows."""
     config, matrices = model.config, matrices_of(model)
     num_bytes = sum(each.numel() * each.element_size() for weight in matrices for each in tensors_of(weight).values())
     base = model.num_layers * speeds.layer_seconds + num_bytes / speeds.bytes_per_second
     row = 2 * rows_each * sum(weight.shape[0] * weight.shape[1] for weight in matrices) / speeds.flops_per_second
-    kv_bytes = 2 * model.num_layers * config.num_kv_heads * config.head_dim * model.dtype.itemsize
+    kv_bytes = 2 * model.num_layers * config.num_kv_heads * config.head_dim * kv_dtype.itemsize
     token = kv_bytes / speeds.bytes_per_second
     rows = tuple(1 << i for i in range(max_rows.bit_length()))
     return Curve(rows, tuple(base + row * each for each in rows), (token,) * len(rows))

@@ -23,20 +23,25 @@ from faser.machine import atomic_write, faser_version, processor_name
 from faser.models.heads import DraftHead
 from faser.models.transformer import Transformer
 from faser.policy.early_exit import EarlyExit
+from faser.runtime.kv_cache import KvFormat
 from faser.threads import available_cpus
 
 log = logging.getLogger("faser.engine")
 
 
 def describe(
-    target: Transformer, draft: Transformer | DraftHead | str | None, limits: Limits, page_size: int
+    target: Transformer,
+    draft: Transformer | DraftHead | str | None,
+    limits: Limits,
+    page_size: int,
+    target_kv: KvFormat,
 ) -> dict[str, Any]:
     """Everything that the seconds of a profile depend on."""
     is_gpu = target.device.type == "cuda"
     hardware = torch.cuda.get_device_name(target.device) if is_gpu else f"{processor_name()}, {available_cpus()} CPUs"
     return {
         "hardware": hardware,
-        "target": _shape(target),
+        "target": _shape(target) + (f", keys and values in {target_kv}" if target_kv.is_rounded else ""),
         "draft": draft if draft is None or isinstance(draft, str) else _shape(draft),
         "max_running": limits.max_running,
         "max_batch_tokens": limits.max_batch_tokens,

@@ -165,9 +165,13 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 def write_layout(
-    folder: Path, name: str, plain: tuple[str, ...] = (), quantisation: dict[str, Any] | None = None
+    folder: Path,
+    name: str,
+    plain: tuple[str, ...] = (),
+    quantisation: dict[str, Any] | None = None,
+    more: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Write a model; the weights of its matrices by module. Modules in `plain` are not quantised."""
+    """Write a model; the weights of its matrices by module. Modules in `plain` are not quantised; `more` tensors."""
     described, store = LAYOUTS[name]
     random = torch.Generator().manual_seed(7)
     tensors = {
@@ -188,6 +192,7 @@ def write_layout(
                 tensors[f"{module}.weight"] = stored.weight
             else:
                 tensors |= {f"{module}.{suffix}": tensor for suffix, tensor in stored.tensors.items()}
+    tensors |= more or {}
     folder.mkdir(exist_ok=True)
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / "model.safetensors")
     config = {**CONFIG, "quantization_config": {**described, **(quantisation or {})}}

@@ -217,7 +217,7 @@ def test_groups_of_compressed_tensors_that_faser_lacks_are_refused_by_name(chang
         ModelConfig.from_dict({**CONFIG, "quantization_config": described})
 
 
-@pytest.mark.parametrize("key", ["sparsity_config", "kv_cache_scheme", "transform_config"])
+@pytest.mark.parametrize("key", ["sparsity_config", "transform_config"])
 def test_what_compressed_tensors_do_beside_weights_is_refused_by_name(key):
     described = {**LAYOUTS["compressed fp8"][0], key: {"num_bits": 8}}
     with pytest.raises(UnsupportedModel, match=key):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -24,9 +25,12 @@ from faser.runtime.cuda.compile import compile_all
 from faser.runtime.cuda.linear import rms_norm, silu_mul
 from faser.runtime.cuda.linear_plans import CUBLAS, Plan
 from faser.runtime.cuda.lookup import CudaLookupDrafter
+from faser.runtime.cuda.page_moves import move_pages
 from faser.runtime.cuda.rows import DeviceRows
 from faser.runtime.cuda.sampling import Slots
 from faser.runtime.cuda.vision import CudaEyes, RowAngles
+from faser.runtime.kv_cache import ROUNDED
+from faser.step import PageMoves
 from tests.models.quantised.matrices import every_kind
 from tests.tiny import VISION_CONFIGS
 
@@ -59,10 +63,12 @@ def rows(size: int) -> torch.Tensor:
     return torch.full((2, size), 7.0, dtype=torch.bfloat16)
 
 
-def attend_with(rows_per_tile: int, num_splits: int, num_tiles: int) -> None:
+def attend_with(
+    rows_per_tile: int, num_splits: int, num_tiles: int, dtype: torch.dtype = torch.bfloat16, block_m: int = 16
+) -> None:
     """Rows of two heads of 16 over pages of 4."""
-    config = AttentionConfig(rows_per_tile, 16, 16, num_splits, num_splits, 16, 4, 2)
-    qkv, pages = torch.zeros(8, 4, 16, dtype=torch.bfloat16), torch.zeros(3, 4, 2, 16, dtype=torch.bfloat16)
+    config = AttentionConfig(rows_per_tile, block_m, 16, num_splits, num_splits, 16, 4, 2)
+    qkv, pages = torch.zeros(8, 4, 16, dtype=torch.bfloat16), torch.zeros(3, 4, 2, 16, dtype=dtype)
     counts = torch.zeros(9, dtype=torch.int32)
     tiles = Tiles(*(counts[:num_tiles] for _ in range(6)), counts[num_tiles : num_tiles + 1])
     workspace = Memory("cpu").workspace(config, 8, num_tiles, 2, 1, 16)
@@ -82,6 +88,23 @@ def seeing() -> list[Callable[[], None]]:
         lambda: eyes.replace_rows(rows, torch.zeros(8, 32)),
         lambda: angles.compute(rows),
         lambda: rotate_and_write(qkv, *places, angles.cos, angles.sin, pages, by_row=True, overlap=True),
+    ]
+
+
+def rounded_kv() -> list[Callable[[], None]]:
+    """Pages of 8-bit floats: few rows, many rows, and what writes them."""
+    rows = DeviceRows.allocate(2, 8, 8, "cpu")
+    qkv, pages = torch.zeros(8, 4, 16, dtype=torch.bfloat16), torch.zeros(3, 4, 2, 16).to(ROUNDED)
+    places, angles = (
+        (rows.positions, rows.slots, rows.num_rows, torch.zeros(4, 16, dtype=torch.int32)),
+        torch.zeros(9, 8),
+    )
+    return [
+        lambda: attend_with(1, 2, 1, ROUNDED),
+        lambda: attend_with(32, 2, 1, ROUNDED, block_m=64),
+        lambda: rotate_and_write(qkv, *places, angles, angles, pages, overlap=True, kv_scales=(0.5, 0.25)),
+        lambda: rotate_and_write(qkv, *places, angles, angles, pages, overlap=True, kv_scales=(2.0, 4.0)),
+        lambda: move_pages(pages[None], PageMoves(np.zeros(1, np.int64), np.ones(1, np.int64))),
     ]
 
 
@@ -132,6 +155,8 @@ def main() -> None:
     found["seeing"] = cubins()
     compile_all(CudaLookupDrafter(None, Slots.allocate(2, 8, "cpu")).dry_runs())
     found["looking up"] = cubins()
+    compile_all(rounded_kv())
+    found["rounded KV"] = cubins()
     compile_all(quantised_products())
     print(json.dumps({**found, "quantised": cubins(), "untouched": bool((out == 7).all())}))
 

@@ -93,7 +93,7 @@ def make_tiles(step, rows_per_tile):
                  padded([request.size], 0, 0, device))  # fmt: skip
 
 
-def attend(step, config, first_key=0):
+def attend(step, config, first_key=0, **more):
     """The kernel's result for the real rows; the padding must be unchanged."""
     shape, device = step.shape, step.qkv.device
     tiles = make_tiles(step, config.rows_per_tile)
@@ -104,7 +104,7 @@ def attend(step, config, first_key=0):
     workspace.log_sums.fill_(torch.nan)
     for _ in range(2):  # the second finds the workspace as the first left it
         out[: step.num_rows] = torch.nan
-        attention.attend(step.qkv, step.pages, step.table, tiles, out, workspace, config, first_key=first_key)
+        attention.attend(step.qkv, step.pages, step.table, tiles, out, workspace, config, first_key=first_key, **more)
     assert (out[step.num_rows :] == 7).all()
     assert not workspace.arrived.any()
     return out[: step.num_rows]
@@ -252,6 +252,72 @@ def test_rotation_and_writing_match_the_models_own(place, shape, normalise):
     torch.testing.assert_close(step.qkv[real, queries], wanted.qkv[real, queries], **close)
     assert step.qkv[step.num_rows :].isnan().all()
     torch.testing.assert_close(step.pages, wanted.pages, equal_nan=True, **close)
+
+
+KV_SCALES = 0.03, 0.6
+
+
+def rounded_pages(pages, scales=KV_SCALES):
+    """Pages of 8-bit floats. Garbage stays NaN."""
+    parts = zip(pages.float().chunk(2, dim=2), scales, strict=True)
+    return torch.cat([(part / scale).clamp(-448, 448) for part, scale in parts], dim=2).to(torch.float8_e4m3fn)
+
+
+def dequantised(pages, scales=KV_SCALES):
+    return torch.cat([part * scale for part, scale in zip(pages.float().chunk(2, dim=2), scales, strict=True)], dim=2)
+
+
+@pytest.mark.parametrize(("rows_per_tile", "num_splits"), [(4, 3), (16, 1)])
+def test_pages_of_eight_bits_attend_like_the_plain_twin(place, rows_per_tile, num_splits):
+    """Tiles of 64 rows also run the loop without masks."""
+    step = make_step(Shape(4, 2, 16), [(0, 36), (33, 7), (50, 1)], place)
+    write_rows(step)
+    config = config_of(step.shape, rows_per_tile * 2, num_splits)
+    rounded = replace(step, pages=rounded_pages(step.pages))
+    found = attend(rounded, config, kv_scales=KV_SCALES).float().cpu()
+    wanted = plain_attend(replace(step, pages=dequantised(rounded.pages)))
+    torch.testing.assert_close(found, wanted, atol=TOLERANCE[place[1]], rtol=TOLERANCE[place[1]])
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_rotation_writes_what_the_cpu_writes_in_eight_bits(place, normalise):
+    """Rounded as torch rounds, and never NaN: what is out of range becomes the largest number."""
+    step = make_step(Shape(4, 2, 64), MIXED, place)
+    step.qkv[: step.num_rows] *= 10  # many keys exceed 448 of their scales
+    weight = (torch.rand(6, 64) + 0.5).to(step.qkv) if normalise else None
+    plain = replace(step, qkv=step.qkv.clone(), pages=step.pages.clone())
+    found = replace(step, qkv=step.qkv.clone(), pages=torch.full_like(step.pages, torch.nan, dtype=torch.float8_e4m3fn))
+    for each in (plain, found):
+        positions = padded([position for _, _, position in step.rows()], PADDED, 10**6, place[0])
+        slots = padded([step.slots[request] for _, request, _ in step.rows()], PADDED, 10**6, place[0])
+        attention.rotate_and_write(
+            each.qkv, positions, slots, padded([step.num_rows], 0, 0, place[0]), step.table,
+            *rope_tables(Rope(theta=10000.0), 64, 64, place[0]), each.pages, weight, 1e-5, kv_scales=KV_SCALES,
+        )  # fmt: skip
+    wanted, saturated = rounded_pages(plain.pages), 0
+    for _, request, position in step.rows():
+        entry = found.pages[step.entry(request, position)].float()
+        assert torch.equal(entry, wanted[step.entry(request, position)].float())
+        saturated += int((entry.abs() == 448).sum())
+    assert saturated > 10 or normalise
+    assert torch.equal(found.qkv[: step.num_rows, :4], plain.qkv[: step.num_rows, :4]), "queries are not rounded"
+
+
+def test_every_number_is_rounded_as_torch_rounds_it(place):
+    """Halves between neighbours, numbers below the least normal one, zeros of both signs, and what is out of range."""
+    numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    x = torch.cat([numbers, (numbers[1:] + numbers[:-1]) / 2, numbers * 1.0301, torch.tensor([449.0, 1e5, 1e-9])])
+    x = torch.cat([x, -x])
+    x = torch.nn.functional.pad(x, (0, -len(x) % 32)).view(-1, 2, 16)
+    rows = len(x)
+    qkv = torch.cat([torch.zeros(rows, 2, 16), x], dim=1).to(*place)
+    pages = torch.zeros(rows, PAGE_SIZE, 2, 16, device=place[0]).to(torch.float8_e4m3fn)
+    places = torch.arange(rows, dtype=torch.int32, device=place[0])
+    at_once = torch.tensor([rows], dtype=torch.int32, device=place[0])
+    cos, sin = torch.ones(1, 8, device=place[0]), torch.zeros(1, 8, device=place[0])
+    attention.rotate_and_write(qkv, places * 0, places, at_once, places[:, None], cos, sin, pages)
+    wanted = qkv[:, 2:].float().clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(pages[:, 0].float(), wanted.float())
 
 
 def test_a_context_longer_than_usual_takes_more_splits(place, monkeypatch):

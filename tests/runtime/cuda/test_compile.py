@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -52,6 +53,11 @@ def test_the_kernels_of_a_target_with_eyes_compile(compiled):
 
 def test_the_kernel_of_prompt_lookup_compiles(compiled):
     assert compiled["looking up"].count("_write_kernel") == 1
+
+
+def test_the_kernels_of_eight_bit_keys_and_values_compile_once_for_all_scales(compiled):
+    new = Counter(compiled["rounded KV"]) - Counter(compiled["looking up"])
+    assert new == {"attend_kernel": 2, "rotate_kernel": 1, "_move_kernel": 1}
 
 
 def test_the_kernels_of_quantised_weights_compile(compiled):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from faser.build import build_engine
 from faser.config import EngineOptions
@@ -29,6 +30,7 @@ def on(model: Transformer, device: str) -> Transformer:
     moved = Transformer.empty(model.config, model.dtype, device, model.max_positions)
     for mine, theirs in zip(moved.weights(), model.weights(), strict=True):
         mine.copy_(theirs)
+    moved.kv_scales = model.kv_scales
     if device == "cpu":  # kernels take rows, the CPU's own storage has columns
         moved = _row_major(moved)
     return moved
@@ -41,7 +43,9 @@ def _row_major(model: Transformer) -> Transformer:
     )
     head = model.embedding if model.head is model.embedding else model.head.contiguous()
     parts = model.embedding, layers, model.final_norm, head
-    return Transformer(model.config, *parts, model.max_positions, vision=model.vision)
+    moved = Transformer(model.config, *parts, model.max_positions, vision=model.vision)
+    moved.kv_scales = model.kv_scales
+    return moved
 
 
 def make_engine(device: str, target: Transformer, draft=None, policy=None, tokenizer=None, ahead=False, **sizes):
@@ -97,6 +101,20 @@ def test_requests_get_the_tokens_of_the_cpu(target, device, policy):
     if kind == "model":
         assert outcome.total.accepted > 0
     assert_same_logprobs(outcome, expected)
+
+
+def test_rounded_keys_and_values_let_no_token_depend_on_speculation(target, device):
+    target.kv_scales = ((0.02, 0.5),) * target.num_layers
+    requests = chosen(target, device)[:2]
+    expected = reference(target, requests, kv_dtype="fp8")
+    if device == "cuda":  # rounding makes much of the last bits, which differ from a CPU's
+        expected = serve(make_engine(device, target, kv_dtype="fp8"), requests)
+    engine = make_engine(device, target, make_draft(target), Fixed(3), kv_dtype="fp8", ahead=True)
+    assert engine.executor.target.pages.dtype is torch.float8_e4m3fn
+    assert engine.executor.drafter.models[0].pages.dtype is target.dtype
+    outcome = serve(engine, requests)
+    assert outcome.total.accepted > 0
+    assert outcome.tokens == expected.tokens
 
 
 def test_more_prompt_rows_than_graphs_have_run_kernel_by_kernel(target, device, monkeypatch):

@@ -1,0 +1,96 @@
+"""Keys and values as 8-bit floats on the CPU, such that the output still does not depend on speculation.
+
+Rounding makes much of little: where a key lies near the middle of two 8-bit floats, its last bit decides which of them
+is stored. Products and attention give a row other last bits in another batch. So here they do not: rows go through the
+layers ROWS at a time, padded, because a product of one shape treats all of its rows alike, and attention is computed
+in float64, whose last bits are lost when its results are rounded to the dtype of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from faser.arrays import IntArray
+from faser.models.transformer import Attend, Transformer
+from faser.runtime.cpu.runner import CpuAttention, FeaturePages, Group, ModelRunner, Rows
+from faser.runtime.kv_cache import KvFormat, round_kv
+
+ROWS = 4  # of a product: more are faster for prompts, fewer for the row of a request that does not draft
+
+
+class RoundedAttention(CpuAttention):
+    """Attention over pages of 8-bit floats, for ROWS rows at a time; those behind the real ones are padding."""
+
+    dtype = torch.float64
+
+    def __init__(
+        self,
+        model: Transformer,
+        pages: torch.Tensor,
+        table: IntArray,
+        rows: Rows,
+        positions: IntArray | None,
+        kv: KvFormat,
+    ) -> None:
+        super().__init__(model, pages, table, rows, positions=positions)
+        self._num_rows = rows.num_rows
+        self._kv = kv
+
+    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        attended = super().__call__(layer, qkv[: self._num_rows])
+        return F.pad(attended, (0, 0, 0, qkv.shape[0] - self._num_rows))
+
+    def _write(self, layer: int, kv: torch.Tensor) -> None:
+        parts = zip(kv.chunk(2, dim=1), self._kv.scales_of(layer), strict=True)
+        rounded = torch.cat([round_kv(part, scale) for part, scale in parts], dim=1)
+        entries = self._pages[layer].flatten(0, 1).view(torch.uint8)  # torch copies no 8-bit floats by index
+        entries.index_copy_(0, self._written, rounded.view(torch.uint8))
+
+    def _attend(self, group: Group, query: torch.Tensor, layer: int) -> torch.Tensor:
+        return super()._attend(group, query.to(self.dtype), layer).to(query.dtype)
+
+    def _read(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
+        kv = super()._read(layer, pages).to(self.dtype)
+        for part, scale in zip(kv.chunk(2, dim=2), self._kv.scales_of(layer), strict=True):
+            part.mul_(scale)
+        return kv
+
+
+class RoundedRunner(ModelRunner):
+    """A model whose keys and values are stored as 8-bit floats."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        pages: torch.Tensor,
+        max_slots: int,
+        max_tokens: int,
+        kv: KvFormat,
+        features: FeaturePages | None = None,
+    ) -> None:
+        super().__init__(model, pages, max_slots, max_tokens, features)
+        self._kv = kv
+
+    def _run(self, rows: Rows, hidden: torch.Tensor, first: int, last: int | None) -> torch.Tensor:
+        """In blocks of rows. Each sees what the blocks before it have stored."""
+        out = torch.empty_like(hidden)
+        for start, block in _blocks(rows):
+            some = slice(start, start + block.num_rows)
+            padded = F.pad(hidden[some], (0, 0, 0, ROWS - block.num_rows))
+            out[some] = super()._run(block, padded, first, last)[: block.num_rows]
+        return out
+
+    def _attention(self, rows: Rows, positions: IntArray | None) -> Attend:
+        return RoundedAttention(self.model, self._pages, self._table, rows, positions, self._kv)
+
+
+def _blocks(rows: Rows) -> Iterator[tuple[int, Rows]]:
+    """ROWS rows at a time: the index of the first, and the rows."""
+    for start in range(0, rows.num_rows, ROWS):
+        # [B] of each request: its rows before this block, and before the end of it
+        before, until = (np.clip(each - rows.cu_rows[:-1], 0, rows.counts) for each in (start, start + ROWS))
+        yield start, Rows.of(rows.slots, rows.start + before, until - before)
