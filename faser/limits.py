@@ -20,6 +20,8 @@ class KeyWindow:
     size: int
     sinks: int = 0
 
+    LEAST_SIZE = 64  # of a draft's: more than the drafts that a step in flight may take back
+
     @property
     def span(self) -> int:
         """Keys that a row sees at most."""
@@ -31,7 +33,7 @@ class KeyWindow:
         return found
 
     def most_pages(self, page_size: int, rows: int = 1) -> int:
-        """Pages that a request needs at most, in steps of `rows` rows behind what a window holds."""
+        """Pages that a request needs at most, in steps of `rows` rows."""
         return -(-self.sinks // page_size) + -(-(self.size + rows - 1) // page_size) + 1
 
 
@@ -73,3 +75,18 @@ class Limits:
             raise EngineError(
                 f"max_running={self.max_running} must be from 1 to max_batch_tokens={self.max_batch_tokens}"
             )
+
+    @property
+    def draft_span(self) -> int | None:
+        """Tokens of a context that the draft reads at most; None: all."""
+        return None if self.draft_window is None else self.draft_window.span
+
+    def draft_pages(self, num_pages: int, page_size: int) -> int:
+        """Pages of the draft beside `num_pages` of the target: as many, or what the windows of all slots need."""
+        return min(num_pages, self.most_draft_pages(page_size))
+
+    def most_draft_pages(self, page_size: int) -> int:
+        """Pages that the windows of all slots need. A catch-up of up to a page's tokens comes on top of a window."""
+        if self.draft_window is None:
+            return 2**40
+        return self.max_running * self.draft_window.most_pages(page_size, rows=page_size + 1)

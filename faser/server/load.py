@@ -8,6 +8,7 @@ from time import monotonic
 from faser.build import LoadedPair, build_engine, load_pair
 from faser.config import EngineOptions, draft_name, model_name
 from faser.engine.engine import Engine
+from faser.engine.scheduler import Scheduler
 from faser.engine.stats import EngineStats
 from faser.errors import ConfigError, InvalidRequest
 from faser.models.heads import DraftHead
@@ -49,7 +50,7 @@ def load(start: Start) -> Served:
         max_running=scheduler.limits.max_running,
         page_size=pages.page_size,
         num_pages=pages.num_pages,
-        kv_bytes=_kv_bytes(pair, pages.num_pages, pages.page_size),
+        kv_bytes=_kv_bytes(pair, scheduler),
         load_seconds=monotonic() - started,
         tokenizer=pair.tokenizer.to_json() if pair.tokenizer is not None else None,
         chat_template=(template.source, template.bos_token, template.eos_token) if template is not None else None,
@@ -77,13 +78,17 @@ def _warm_up(engine: Engine, pair: LoadedPair) -> None:
             compiler.check(Grammar("json_schema", ANY_OBJECT))
 
 
-def _kv_bytes(pair: LoadedPair, num_pages: int, page_size: int) -> int:
-    models = [model for model in (pair.target, pair.draft_model) if model is not None]
-    page = sum(bytes_per_page(model.config, page_size, model.dtype) for model in models)
-    head = pair.draft_model
+def _kv_bytes(pair: LoadedPair, scheduler: Scheduler) -> int:
+    pools = [(pair.target, scheduler.target_pages), (pair.draft_model, scheduler.draft_pages)]
+    total = sum(
+        pool.num_pages * bytes_per_page(model.config, pool.page_size, model.dtype)
+        for model, pool in pools
+        if model is not None and pool is not None
+    )
+    head, pages = pair.draft_model, scheduler.target_pages
     if isinstance(head, DraftHead):
-        page += feature_bytes_per_page(head.config, page_size, head.dtype)
-    return num_pages * page
+        total += pages.num_pages * feature_bytes_per_page(head.config, pages.page_size, head.dtype)
+    return total
 
 
 def _reasons(start: Start, options: EngineOptions, device: str) -> dict[str, str]:

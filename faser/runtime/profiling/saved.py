@@ -34,6 +34,7 @@ def describe(
     """Everything that the seconds of a profile depend on."""
     is_gpu = target.device.type == "cuda"
     hardware = torch.cuda.get_device_name(target.device) if is_gpu else f"{processor_name()}, {available_cpus()} CPUs"
+    window = {} if limits.draft_window is None else {"draft_window": limits.draft_window.size}
     return {
         "hardware": hardware,
         "target": _shape(target),
@@ -44,6 +45,7 @@ def describe(
         "page_size": page_size,
         "faser": faser_version(),
         "torch": str(torch.__version__),
+        **window,
     }
 
 
