@@ -41,6 +41,7 @@ from faser.policy.overlap import Overlap, worthwhile
 from faser.progress import Update, progress_bar
 from faser.rules.early_exit import candidates_of, layers_at
 from faser.runtime.device import Device, DeviceExecutor, DraftModel, Parts, make_device
+from faser.runtime.draft_window import choose_window
 from faser.runtime.kv_cache import (
     ROUNDED,
     KvFormat,
@@ -134,6 +135,8 @@ def _load_sources(model: str | None, draft: str | None, options: EngineOptions) 
                 draft_source.config, options.page_size, _dtype(options, source.config, device)
             )
         fitting_pages(budget, models, options.page_size, max_model_len, feature_bytes=feature_bytes)
+    is_head = isinstance(draft_source, HeadSource)
+    choose_window(options.draft_window, draft_source.config if draft_source else None, is_head, max_model_len)
     tokenizer = source.tokenizer()
     target = _load("target", source, options, device)
     if draft_source is None:
@@ -233,16 +236,14 @@ def build_engine(
     """
     made = _make_executor(target, draft, options, tokenizer, device)
     memory = made.executor.draft_memory
-    sizes = made.num_pages, made.page_size, made.limits.max_running, made.limits.max_model_len
-    pool = partial(PagePool, *sizes, options.prefix_caching)
     most_pages = made.num_pages + (memory.pages_gained if memory is not None else 0)
     profile = _profile_of(made, options)
-    cost = ProfiledCost(profile) if profile is not None else None
+    cost = ProfiledCost(profile, made.limits.draft_span) if profile is not None else None
     scheduler = Scheduler(
         made.limits,
         made.policy,
-        pool(most_pages=most_pages),
-        pool() if made.draft_model is not None else None,
+        _target_pool(made, options, most_pages),
+        _draft_pool(made, options),
         speculates=draft is not None,
         looks_up=made.looks_up,
         prefix_caching=options.prefix_caching,
@@ -262,6 +263,26 @@ def build_engine(
     known = _about(made), [made.target, *([made.draft] if isinstance(made.draft, Transformer) else [])]
     saved_profiles.restore_exits(exits, *known)
     return engine(exits=exits, on_close=partial(saved_profiles.keep_exits, exits, *known))
+
+
+def _target_pool(made: _Made, options: EngineOptions, most_pages: int) -> PagePool:
+    limits = made.limits
+    sizes = made.num_pages, made.page_size, limits.max_running, limits.max_model_len
+    window = None if made.has_head else made.target.config.page_window  # a head reads features of whole contexts
+    return PagePool(*sizes, options.prefix_caching, most_pages, window)
+
+
+def _draft_pool(made: _Made, options: EngineOptions) -> PagePool | None:
+    if made.draft_model is None:
+        return None
+    limits = made.limits
+    num_pages = limits.draft_pages(made.num_pages, made.page_size)
+    sizes = num_pages, made.page_size, limits.max_running, limits.max_model_len
+    window = limits.draft_window or made.draft_model.config.page_window
+    if limits.draft_span is not None:
+        counts = made.num_pages, num_pages, limits.draft_span
+        log.info("KV pages: %d of the target, %d of the draft, which sees %d tokens of a context", *counts)
+    return PagePool(*sizes, options.prefix_caching, window=window)
 
 
 def _make_pace(device: Device, options: EngineOptions) -> StepPace | None:
@@ -481,6 +502,7 @@ def _subject(made: _Made) -> Subject:
         executor=made.executor,
         limits=made.limits,
         num_pages=made.num_pages,
+        num_draft_pages=made.limits.draft_pages(made.num_pages, made.page_size),
         page_size=made.page_size,
         speculates=made.draft is not None,
         has_draft_model=made.draft_model is not None,
@@ -502,13 +524,19 @@ def _subject(made: _Made) -> Subject:
 
 def _limits(options: EngineOptions, device: Device, target: Transformer, draft: DraftModel | None) -> Limits:
     max_running = options.max_running or min(device.max_running, options.max_batch_tokens or device.max_running)
+    max_model_len = _max_model_len(options, target.max_positions)
+    is_head = isinstance(draft, DraftHead)
+    window = choose_window(options.draft_window, draft.config if draft is not None else None, is_head, max_model_len)
+    if window is not None and isinstance(draft, Transformer):
+        draft.reach(max_model_len)
     return Limits(
         max_running,
         options.max_batch_tokens or max(device.max_batch_tokens, max_running),
-        _max_model_len(options, target.max_positions),
-        draft.max_positions if draft is not None else None,
+        max_model_len,
+        draft.max_positions if draft is not None and window is None else None,
         _head_limits(draft) if isinstance(draft, DraftHead) else None,
         _vision_limits(options, target) if target.vision is not None else None,
+        window,
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from faser.errors import ConfigError
+from faser.limits import KeyWindow
 from faser.machine import DEVICES
 from faser.media.limits import MediaAccess, MediaLimits
 from faser.models import config as model_config
@@ -93,6 +94,7 @@ class EngineOptions:
     early_exit: str = "auto"  # drop drafts inside a verification: where the profile says it pays, always (on), or never
     overlap: str = "auto"  # draft while earlier drafts are verified: where the profile says it pays, on, or off
     offload: str = "auto"  # the draft leaves the device when KV pages are short: the device's choice (auto), on, or off
+    draft_window: str | int = "auto"  # tokens that a draft model attends to; off: all; auto: where contexts are long
     profile: str | None = None  # file with the cost of forwards, for policies that need it; None: the saved one
     profiling: str = "quick"  # without a saved profile: quick (the rest is measured when idle), full, or none
 
@@ -120,6 +122,10 @@ class EngineOptions:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}")
+        window = self.draft_window
+        is_size = isinstance(window, int) and not isinstance(window, bool) and window >= KeyWindow.LEAST_SIZE
+        if window not in ("auto", "off") and not is_size:
+            raise ConfigError(f"draft_window={window!r}: expected auto, off or at least {KeyWindow.LEAST_SIZE} tokens")
         chances = self.acceptance if isinstance(self.acceptance, tuple) else (self.acceptance,)
         if not chances or not all(chance is None or 0 <= chance <= 1 for chance in chances):
             raise ConfigError(f"acceptance={self.acceptance!r}: expected a probability, 0 to 1, or one by position")

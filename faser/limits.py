@@ -4,10 +4,37 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from faser.arrays import IntArray
 from faser.errors import EngineError
 
 HARD_MAX_LENGTH = 32  # drafted tokens per request and step: no policy may give more
 ADAPTIVE_MAX_LENGTH = 7  # for policies that search for a length: 7 drafts + 1 row is a size that GPU graphs have
+
+
+@dataclass(frozen=True)
+class KeyWindow:
+    """The keys that a row attends to: the first `sinks` tokens of its context and the last `size`, its own included."""
+
+    size: int
+    sinks: int = 0
+
+    LEAST_SIZE = 64  # of a draft's: more than the drafts that a step in flight may take back
+
+    @property
+    def span(self) -> int:
+        """Keys that a row sees at most."""
+        return self.sinks + self.size
+
+    def first(self, positions: IntArray) -> IntArray:
+        """The first key behind the sinks that rows at these positions see."""
+        found: IntArray = np.maximum(positions - self.size + 1, self.sinks)
+        return found
+
+    def most_pages(self, page_size: int, rows: int = 1) -> int:
+        """Pages that a request needs at most, in steps of `rows` rows."""
+        return -(-self.sinks // page_size) + -(-(self.size + rows - 1) // page_size) + 1
 
 
 @dataclass(frozen=True)
@@ -41,9 +68,25 @@ class Limits:
     draft_max_len: int | None = None  # tokens of context the draft model can read; longer requests do not draft
     head: HeadLimits | None = None  # of the draft, if it is a head
     vision: VisionLimits | None = None  # of the target, if it sees
+    draft_window: KeyWindow | None = None  # what the draft model attends to, if that is not the whole context
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_running <= self.max_batch_tokens:
             raise EngineError(
                 f"max_running={self.max_running} must be from 1 to max_batch_tokens={self.max_batch_tokens}"
             )
+
+    @property
+    def draft_span(self) -> int | None:
+        """Tokens of a context that the draft reads at most; None: all."""
+        return None if self.draft_window is None else self.draft_window.span
+
+    def draft_pages(self, num_pages: int, page_size: int) -> int:
+        """Pages of the draft beside `num_pages` of the target: as many, or what the windows of all slots need."""
+        return min(num_pages, self.most_draft_pages(page_size))
+
+    def most_draft_pages(self, page_size: int) -> int:
+        """Pages that the windows of all slots need. A catch-up of up to a page's tokens comes on top of a window."""
+        if self.draft_window is None:
+            return 2**40
+        return self.max_running * self.draft_window.most_pages(page_size, rows=page_size + 1)

@@ -43,6 +43,14 @@ class PageWrites:
 
 
 @dataclass(frozen=True)
+class KeyStarts:
+    """From this step on, the draft's keys of these slots between the sinks and `positions` do not exist. 0: all do."""
+
+    slots: IntArray
+    positions: IntArray
+
+
+@dataclass(frozen=True)
 class PageMoves:
     """Pages of the target whose content moves, before the page table is written and anything is computed.
 
@@ -150,6 +158,7 @@ class StepPlan:
     vision: VisionPlan | None = None  # pictures to encode, and rows that are encoded tokens
     copies: KvCopies | None = None  # KV that requests take over from the contexts of their sessions
     lookup: LookupDrafts | None = None  # drafts that need no draft model: `lengths` counts them too
+    draft_first: KeyStarts | None = None  # a draft that sees a window has begun again (faser/engine/windows.py)
 
     @cached_property
     def samples(self) -> BoolArray:

@@ -18,18 +18,29 @@ from faser.engine.pages import PagePool
 from faser.engine.prompt_pace import StepPace
 from faser.engine.scheduler import Scheduler
 from faser.errors import MoveError
-from faser.limits import HeadLimits, Limits, VisionLimits
+from faser.limits import HeadLimits, KeyWindow, Limits, VisionLimits
 from faser.policy import BatchView, Policy
 from faser.policy.base import Guesses
 from faser.policy.overlap import Chunks, Overlap
 from faser.policy.residency import ExpectedGain, ResidencyRule, ResidencyView
 from faser.request import Progress, Request, SamplingParams
 from faser.rules.stopping import Stopping
-from faser.step import Admission, KvCopies, PageMoves, PageWrites, Settling, StepPlan, StepResult, StepSeconds
+from faser.step import (
+    Admission,
+    KeyStarts,
+    KvCopies,
+    PageMoves,
+    PageWrites,
+    Settling,
+    StepPlan,
+    StepResult,
+    StepSeconds,
+)
 from faser.vision import Grid, Vision
 
 VOCABULARY = 5
 SEED = 7
+LATE = -3  # an entry of a draft that has begun again holds LATE - its content
 TAKEN = -2  # an entry that was copied from the context of a session holds TAKEN - its content
 HEADS = {"chain head": HeadLimits(), "block head": HeadLimits(block_rows=5, max_length=4)}
 
@@ -74,8 +85,13 @@ def expected_output(prompt: Sequence[int], seed: int, max_tokens: int) -> list[i
 class _Memory:
     """What one model's pages hold."""
 
-    def __init__(self, num_pages: int, page_size: int, max_slots: int, max_tokens: int) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, max_slots: int, max_tokens: int, window: KeyWindow | None = None
+    ) -> None:
         self.page_size = page_size
+        self.window = window or KeyWindow(max_tokens)
+        self.first = np.zeros(max_slots, dtype=np.int64)  # keys between the sinks and here do not exist
+        self.takes = False  # whether entries were copied from the context of a session
         self.num_backed = num_pages  # pages that have memory
         self.table = np.full((max_slots, -(-max_tokens // page_size)), -1)
         self.held = np.zeros((num_pages, page_size), dtype=np.int64)
@@ -94,8 +110,18 @@ class _Memory:
     def apply(self, writes: PageWrites) -> None:
         self.table[writes.slots, writes.columns] = writes.pages
 
+    def begin_again(self, starts: KeyStarts | None) -> None:
+        if starts is not None:
+            self.first[starts.slots] = starts.positions
+
+    def sees(self, slot: int, row: int, position: int) -> bool:
+        """Whether a row attends to a position before it."""
+        in_window = position > row - self.window.size and position >= self.first[slot]
+        return position < self.window.sinks or bool(in_window)
+
     def copy(self, copies: KvCopies) -> None:
         """What is copied is right where it comes from, and need not fit the tokens that stand before it now."""
+        self.takes = True
         entries = self.held.reshape(-1)
         content = entries[copies.sources]
         assert (content != -1).all()
@@ -118,17 +144,21 @@ class _Memory:
             self.held[page, position % self.page_size] = -1
 
     def compute(self, slot: int, tokens: Sequence[int], start: int, count: int) -> int:
-        """Rows start … start + count - 1 over `tokens`; returns the hash of the last row's prefix."""
-        prefix = 0
+        """Rows start … start + count - 1 over `tokens`; returns the hash of the last row's prefix.
+
+        Rows of a draft that has begun again are marked: what they hold is not a function of their tokens alone.
+        """
+        prefix, late = 0, bool(self.first[slot])
         for position, token in enumerate(tokens[: start + count]):
             prefix = prefix_hash(prefix, int(token))
             page, offset = self.table[slot, position // self.page_size], position % self.page_size
             assert page < self.num_backed, f"slot {slot}, {position}: page {page} has no memory"
-            if position < start:
-                held = int(self.held[page, offset])
-                assert held == prefix or held <= TAKEN, f"slot {slot}, {position}: page {page} is wrong"
-            else:
-                self.held[page, offset] = prefix
+            if position >= start:
+                self.held[page, offset] = LATE - prefix if late else prefix
+            elif self.sees(slot, start, position):
+                held, is_late = int(self.held[page, offset]), late and position >= self.first[slot]
+                is_right = held == prefix or (held == LATE - prefix if is_late else self.takes and held <= TAKEN)
+                assert is_right, f"slot {slot}, {position}: page {page} is wrong"
         return prefix
 
 
@@ -139,7 +169,7 @@ class OracleExecutor:
         self, limits: Limits, target: PagePool, draft: PagePool | None, agreement: float, seed: int = 0
     ) -> None:
         def memory(pool: PagePool) -> _Memory:
-            return _Memory(pool.num_pages, pool.page_size, limits.max_running, limits.max_model_len)
+            return _Memory(pool.num_pages, pool.page_size, limits.max_running, limits.max_model_len, pool.window)
 
         self.limits = limits
         self.target = memory(target)
@@ -222,6 +252,7 @@ class OracleExecutor:
         if self.draft is not None:
             if i == 0:
                 self.draft.apply(plan.draft_pages)
+                self.draft.begin_again(plan.draft_first)
             rows = int(plan.draft_rows[i])
             assert plan.draft_start[i] >= 0
             self.num_draft_rows += rows
@@ -442,13 +473,15 @@ class World:
         pace: StepPace | None = None,
         looks_up: bool = False,
         seconds: Callable[[StepPlan], StepSeconds] = lambda plan: StepSeconds(),
+        target_window: KeyWindow | None = None,
+        draft_window: KeyWindow | None = None,
     ) -> None:
         self.seconds = seconds  # of a step; the pace learns from them
-        self.limits = Limits(max_running, max_batch_tokens, max_model_len, draft_max_len, head, vision)
+        self.limits = Limits(max_running, max_batch_tokens, max_model_len, draft_max_len, head, vision, draft_window)
         most_pages = num_pages + pages_gained
-        self.target = PagePool(num_pages, page_size, max_running, max_model_len, caching, most_pages)
+        self.target = PagePool(num_pages, page_size, max_running, max_model_len, caching, most_pages, target_window)
         self.draft = (
-            PagePool(num_draft_pages, page_size, max_running, max_model_len, caching)
+            PagePool(num_draft_pages, page_size, max_running, max_model_len, caching, window=draft_window)
             if num_draft_pages is not None
             else None
         )

@@ -136,10 +136,27 @@ def _add_mechanisms(engine: argparse._ArgumentGroup) -> None:
         help="give the draft's memory to the KV cache while pages are short and drafts do not pay: auto (on a GPU, "
         "where it can work; default), on or off",
     )  # fmt: skip
+    add_draft_window(engine)
     engine.add_argument(
         "--profile", metavar="FILE",
         help="the cost of forwards, made by `faser profile`; default: the one kept for this machine and these models",
     )  # fmt: skip
+
+
+def add_draft_window(engine: argparse._ArgumentGroup) -> None:
+    engine.add_argument(
+        "--draft-window", type=_draft_window, default="auto", metavar="auto|off|N",
+        help="a draft model attends to the first 4 tokens of a context and the last N: auto (1024 where contexts are "
+        "much longer or longer than those it was trained on; default), off (the whole context) or at least 64",
+    )  # fmt: skip
+
+
+def _draft_window(text: str) -> str | int:
+    if text in ("auto", "off"):
+        return text
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: expected auto, off or a number of tokens")
+    return int(text)
 
 
 def add_profile(parser: argparse.ArgumentParser) -> None:
@@ -151,6 +168,7 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=float, metavar="S", help="seconds to spend; default: 18 on a GPU, 6 on a CPU")
     engine = _add_engine_sizes(parser)
     engine.add_argument("--policy", help="measure the draft lengths of this policy; default: as for `faser serve`")
+    add_draft_window(engine)
     parser.set_defaults(profile=None, no_prefix_caching=False, early_exit="auto", overlap="auto", offload="auto")
 
 
@@ -158,7 +176,7 @@ def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of EngineOptions, which `LLM` takes too."""
     names = (
         "policy", "device", "dtype", "kv_dtype", "quantised", "max_model_len", "max_running", "max_batch_tokens",
-        "max_step_ms", "page_size", "profile", "early_exit", "overlap", "offload",
+        "max_step_ms", "page_size", "profile", "early_exit", "overlap", "offload", "draft_window",
     )  # fmt: skip
     return {
         **{name: getattr(args, name) for name in names},

@@ -47,7 +47,8 @@ TRUST = {
 class ProfiledCost:
     """A profile and the corrections of it. Where rows may be arrays the answer has their shape."""
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, draft_span: int | None = None) -> None:
+        self._draft_span = draft_span  # tokens of a context that the draft reads at most; None: all
         self.host = profile.host  # seconds of every step outside both models
         self.overlap = OverlapCost()
         self.adopt(profile)
@@ -89,7 +90,7 @@ class ProfiledCost:
 
     def next_draft(self, requests: Rows, context: Context) -> FloatArray:
         """Each further drafted token."""
-        return self._draft.factor * self.profile.next_draft(requests, context)
+        return self._draft.factor * self._next_draft(requests, context)
 
     def parts(self, plan: StepPlan) -> StepSeconds:
         """Seconds of both models in the step."""
@@ -107,7 +108,15 @@ class ProfiledCost:
         return look_up(self._decoding.table, prompts.slope, rows, context)
 
     def _first_draft(self, requests: Rows, context: Context, rows: int) -> FloatArray:
+        context = self._seen(requests, context)
         return self.profile.catch_up(rows, context) if rows else self.profile.first_draft(requests, context)
+
+    def _next_draft(self, requests: Rows, context: Context) -> FloatArray:
+        return self.profile.next_draft(requests, self._seen(requests, context))
+
+    def _seen(self, requests: Rows, context: Context) -> Context:
+        """What the draft reads of these requests' contexts together, at most."""
+        return context if self._draft_span is None else np.minimum(context, np.multiply(requests, self._draft_span))
 
     def _corrected(self, plan: StepPlan) -> tuple[float, float, float]:
         """Seconds of a lead, of the other drafts, and of the target."""
@@ -116,16 +125,16 @@ class ProfiledCost:
 
     def _profiled(self, plan: StepPlan) -> tuple[float, float, float]:
         """The same without the speed factors."""
-        work = work_of(plan)
+        work = work_of(plan, self._draft_span)
         verify = float(self._verify(work.rows, work.context, work.prompt_rows))
         if not work.num_drafting:
             return 0.0, 0.0, verify
         first = float(self._first_draft(work.num_drafting, work.draft_context, work.catch_up_rows))
         lengths = plan.by_draft.lengths
         deeper = np.arange(1, int(lengths.max()))[:, None] < lengths
-        rows, read = deeper.sum(axis=1), deeper @ plan.num_tokens
+        rows, read = deeper.sum(axis=1), deeper @ _read(plan, self._draft_span)
         lead = 0 if plan.overlap is None else int(plan.overlap.lead.max(initial=0))
-        others = self.profile.next_draft(rows, read)
+        others = self._next_draft(rows, read)
         if not lead:
             return 0.0, first + float(others.sum()), verify
         return first + float(others[: lead - 1].sum()), float(others[lead - 1 :].sum()), verify
@@ -172,7 +181,13 @@ class Work(NamedTuple):
     draft_context: int  # tokens that the draft reads
 
 
-def work_of(plan: StepPlan) -> Work:
+def _read(plan: StepPlan, draft_span: int | None) -> IntArray:
+    """[B] tokens that the draft reads of each context."""
+    return plan.num_tokens if draft_span is None else np.minimum(plan.num_tokens, draft_span)
+
+
+def work_of(plan: StepPlan, draft_span: int | None = None) -> Work:
+    """`draft_span`: tokens of a context that the draft reads at most; None: all."""
     num_decoding = int(np.count_nonzero(plan.samples & (plan.num_rows == 1)))
     num_rows = int(plan.num_rows.sum())
     longest = int(plan.draft_rows.max(initial=0))
@@ -182,7 +197,7 @@ def work_of(plan: StepPlan) -> Work:
         context=num_rows + int(plan.start.sum()),
         num_drafting=int(np.count_nonzero(plan.draft_rows)) if longest else 0,
         catch_up_rows=int(plan.draft_rows.sum()) if longest > MAX_STEADY_LAG else 0,
-        draft_context=int((plan.draft_rows > 0) @ plan.num_tokens) if longest else 0,
+        draft_context=int((plan.draft_rows > 0) @ _read(plan, draft_span)) if longest else 0,
     )
 
 

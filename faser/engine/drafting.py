@@ -2,7 +2,8 @@
 
 Knows the policy, the draft's position in each context and both page pools. Knows nothing of the queue or of plans in
 flight. `overlap`, where it is set, plans steps in which drafting goes on beside the verification (overlap.py).
-`lookup`, where it is set, finds drafts in the contexts of the requests (lookup.py).
+`lookup`, where it is set, finds drafts in the contexts of the requests (lookup.py). `windows`, where it is set, says
+what a draft that sees a window of each context has to compute (windows.py).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from faser.step import LookupDrafts, Settling, StepPlan, StepResult
 if TYPE_CHECKING:
     from faser.engine.lookup import PromptLookup
     from faser.engine.overlap import OverlapState
+    from faser.engine.windows import DraftWindows
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class DraftPlanner:
         self.pace: StepPace | None = None
         self.overlap: OverlapState | None = None
         self.lookup: PromptLookup | None = None
+        self.windows: DraftWindows | None = None
         self.is_away = False  # the draft is not on the device: nobody drafts (residency.py)
         self._limits = limits
         self._slots = slots
@@ -143,7 +146,7 @@ class DraftPlanner:
         return BatchView(
             slots=slots,
             num_tokens=num_tokens,
-            lag=begin - state.draft_computed[slots] if self._has_draft else np.zeros_like(slots),
+            lag=self._lag(slots, begin),
             limit=limit,
             accepted=state.counts.accepted_of_draft(slots) if self._has_draft else state.counts.accepted[slots],
             tried=state.counts.tried_of_draft(slots) if self._has_draft else state.counts.tried[slots],
@@ -152,6 +155,12 @@ class DraftPlanner:
             num_prefill_rows=num_prefill_rows,
             cost=self.cost,
         )
+
+    def _lag(self, slots: IntArray, begin: IntArray) -> IntArray:
+        """[B] context rows that the draft computes before it drafts at `begin`; zero without a draft."""
+        if not self._has_draft:
+            return np.zeros_like(slots)
+        return begin - self._slots.draft_computed[slots] if self.windows is None else self.windows.lag(slots, begin)
 
     def _room(self, slots: IntArray, begin: IntArray) -> IntArray:
         """[B] tokens that requests may draft, whatever drafts them."""
@@ -218,8 +227,10 @@ class DraftPlanner:
         wanting = slots[lengths > 0]
         for slot in wanting[computed[wanting] == 0].tolist():
             self._prefixes.match_draft(slot)
+        if self.windows is not None:
+            self.windows.begin_again(wanting, begin[lengths > 0])
         lag = begin - computed[slots]
-        wanted = np.where(lengths > 0, lag, 0)
+        wanted = np.where(lengths > 0, lag if self.windows is None else self.windows.rows(slots, begin, lag), 0)
         rows = self._share_catch_up(wanted, computed[slots], beside_prompts)
         is_late = rows is not wanted
         lengths = np.where(rows == lag, lengths, 0)

@@ -7,6 +7,9 @@ least recently used idle page is given out.
 
 Only full pages with committed tokens are published, so a shared page is never written again.
 
+A pool of a model that sees a window of each context gives back the pages that no further row sees. The columns of a
+table between the sinks and the window then have no page: its hole. Their entries are never read again.
+
 A pool may grow, and shrink again (residency.py). A page at or beyond the end of a pool that shrank is given out no
 more; `compact` moves those that are still held to pages below the end.
 """
@@ -21,6 +24,7 @@ import numpy as np
 
 from faser.arrays import NONE, BoolArray, IntArray
 from faser.errors import EngineError
+from faser.limits import KeyWindow
 from faser.step import PageMoves, PageWrites
 
 NO_WRITES = PageWrites(NONE, NONE, NONE)
@@ -48,12 +52,15 @@ class PagePool:
         max_tokens: int,
         caching: bool = True,
         most_pages: int | None = None,
+        window: KeyWindow | None = None,
     ) -> None:
+        self.window = window  # what the model sees of a context; None: all of it
         self.num_pages = self.base_pages = num_pages
         self.page_size = page_size
         most = most_pages or num_pages
         self.table: IntArray = np.zeros((max_slots, self.pages_for(max_tokens)), dtype=np.int64)
-        self.count: IntArray = np.zeros(max_slots, dtype=np.int64)
+        self.count: IntArray = np.zeros(max_slots, dtype=np.int64)  # columns, the hole included
+        self._hole_end: IntArray = np.zeros(max_slots, dtype=np.int64)  # columns from the sinks' on to here: no page
         self._caching = caching
         self._free: IntArray = np.zeros(most, dtype=np.int64)  # a stack: the first num_free are free
         self._free[:num_pages] = np.arange(num_pages)[::-1]
@@ -103,7 +110,7 @@ class PagePool:
 
     def truncate(self, slots: IntArray, num_tokens: IntArray) -> None:
         """Give back the pages beyond num_tokens [B]. They held rejected drafts alone: unpublished, held by one slot."""
-        kept = -(-num_tokens // self.page_size)
+        kept = np.maximum(-(-num_tokens // self.page_size), self._hole_end[slots])
         while (over := np.flatnonzero(self.count[slots] > kept)).size:
             slots, kept = slots[over], kept[over]
             self.count[slots] -= 1
@@ -115,12 +122,34 @@ class PagePool:
         """Give back all pages of a slot. Published pages become idle; the end of the context is given out first."""
         if not self.count[slot]:
             return
-        pages = self.table[slot, : self.count[slot]][::-1]
-        self.count[slot] = 0
+        pages = self.table[slot, self._held_columns(slot)][::-1]
+        self.count[slot] = self._hole_end[slot] = 0
+        self._give_back(pages)
+
+    def slide(self, slots: IntArray, positions: IntArray) -> None:
+        """Give back the pages that no row of a slot from `positions` [B] on sees. They were committed."""
+        ends = self._unseen_end(positions)
+        for i in np.flatnonzero(self.is_due(slots, positions)).tolist():
+            self.skip(int(slots[i]), int(ends[i]) * self.page_size)
+
+    def is_due(self, slots: IntArray, positions: IntArray) -> BoolArray:
+        """[B] whether `slide` would give back a page."""
+        due: BoolArray = self._unseen_end(positions) > np.maximum(self._hole_end[slots], self._sink_columns)
+        return due & (self.count[slots] > 0)
+
+    def skip(self, slot: int, start: int) -> None:
+        """A slot's window begins at token `start` or later. Pages before it are given back, and none is reserved."""
+        stop = start // self.page_size
+        first = max(self._sink_columns, int(self._hole_end[slot]))
+        if stop <= first:
+            return
+        pages = self.table[slot, first : min(stop, int(self.count[slot]))][::-1]
+        self._hole_end[slot], self.count[slot] = stop, max(stop, int(self.count[slot]))
         self._give_back(pages)
 
     def detach(self, slot: int) -> IntArray:
         """Take all pages from a slot and keep them held, until `give_back_detached`."""
+        assert self.window is None, "a context that is kept is whole"
         pages = self.table[slot, : self.count[slot]].copy()
         self.count[slot] = 0
         self._detached[pages] += 1
@@ -151,15 +180,22 @@ class PagePool:
         return len(pages), sum(page in self._idle for page in pages)
 
     def match(self, slot: int, hashes: Sequence[bytes]) -> int:
-        """Take the longest published run of `hashes` into an empty slot; returns its number of pages."""
+        """Take the longest published run of `hashes` into an empty slot; returns its number of pages.
+
+        With a window, those that the next row sees.
+        """
         pages = self._published_run(hashes)
-        for page in pages:
-            self._idle.pop(page, None)
         if pages:
-            taken = np.array(pages)
-            self._holders[taken] += 1
-            self._write(np.full(len(pages), slot), np.arange(len(pages)), taken)
             self.count[slot] = len(pages)
+            if self.window is not None:
+                end = int(self._unseen_end(np.array(len(pages) * self.page_size)))
+                self._hole_end[slot] = end if end > self._sink_columns else 0
+            columns = self._held_columns(slot)
+            taken = np.array(pages)[columns]
+            for page in taken.tolist():
+                self._idle.pop(page, None)
+            self._holders[taken] += 1
+            self._write(np.full(taken.size, slot), columns, taken)
         return len(pages)
 
     def publish(self, slot: int, column: int, name: bytes) -> None:
@@ -208,7 +244,7 @@ class PagePool:
         destinations = self._take(sources.size)
         moved = np.arange(self._holders.size)  # by page: where it is now
         moved[sources] = destinations
-        slots, columns = np.nonzero(np.arange(self.table.shape[1]) < self.count[:, None])
+        slots, columns = np.nonzero(self._held_mask())
         beyond = self.table[slots, columns] >= self.num_pages
         slots, columns = slots[beyond], columns[beyond]
         self._write(slots, columns, moved[self.table[slots, columns]])
@@ -230,7 +266,7 @@ class PagePool:
 
     def clear(self) -> None:
         """Empty the pool: no slot holds a page, and the cache forgets all."""
-        self.count[:] = self._holders[:] = self._detached[:] = 0
+        self.count[:] = self._hole_end[:] = self._holders[:] = self._detached[:] = 0
         self._published.clear()
         self._hash_of.clear()
         self._idle.clear()
@@ -240,7 +276,7 @@ class PagePool:
 
     def check(self) -> None:
         """Raise EngineError unless every page is in exactly one state and the counts agree with the tables."""
-        held = Counter(int(p) for slot, n in enumerate(self.count.tolist()) for p in self.table[slot, :n])
+        held = Counter(self.table[self._held_mask()].tolist())
         held.update({int(p): int(self._detached[p]) for p in np.flatnonzero(self._detached)})
         free = self._free[: self.num_free].tolist()
         idle = list(self._idle)
@@ -255,6 +291,28 @@ class PagePool:
         found = [text for text, wrong in problems.items() if wrong]
         if found:
             raise EngineError(f"KV page accounting is broken ({self.num_pages} pages): {'; '.join(found)}")
+
+    @property
+    def _sink_columns(self) -> int:
+        return 0 if self.window is None else self.pages_for(self.window.sinks)
+
+    def _unseen_end(self, positions: IntArray) -> IntArray:
+        """Columns from the sinks' on to here are not seen by rows from `positions` on."""
+        if self.window is None:
+            return np.zeros_like(positions)
+        return self.window.first(positions) // self.page_size
+
+    def _held_columns(self, slot: int) -> IntArray:
+        count, end = int(self.count[slot]), int(self._hole_end[slot])
+        if not end:
+            return np.arange(count)
+        return np.concatenate((np.arange(self._sink_columns), np.arange(end, count)))
+
+    def _held_mask(self) -> BoolArray:
+        """[slots, columns] which entries of the table are pages."""
+        columns = np.arange(self.table.shape[1])
+        in_hole = (columns >= self._sink_columns) & (columns < self._hole_end[:, None])
+        return (columns < self.count[:, None]) & ~in_hole
 
     def _published_run(self, hashes: Sequence[bytes]) -> list[int]:
         pages: list[int] = []

@@ -93,11 +93,11 @@ class Prefixes:
         assert self._draft_pages is not None
         self.publish(slot)
         self._draft_pages.release(slot)
-        self._slots.draft_computed[slot] = self._draft_published[slot] = 0
+        self._slots.draft_computed[slot] = self._slots.draft_first[slot] = self._draft_published[slot] = 0
 
     def forget_draft(self) -> None:
         """The draft's pages are gone, those of the cache too."""
-        self._slots.draft_computed[:] = self._draft_published[:] = 0
+        self._slots.draft_computed[:] = self._slots.draft_first[:] = self._draft_published[:] = 0
 
     def publish_prompts(self, slots: IntArray) -> None:
         """Publish prompt pages that became full. A request that failed has left, and publishes nothing."""
@@ -106,7 +106,8 @@ class Prefixes:
         num_prompt = self._slots.num_prompt[slots] // self._size
         lacks = self._published[slots] < num_prompt
         if self._draft_pages is not None:
-            lacks |= (self._draft_published[slots] < num_prompt) & (self._slots.draft_computed[slots] > 0)
+            is_whole = (self._slots.draft_computed[slots] > 0) & (self._slots.draft_first[slots] == 0)
+            lacks |= (self._draft_published[slots] < num_prompt) & is_whole
         for i in np.flatnonzero(lacks).tolist():
             if self._slots.requests[slots[i]] is not None:
                 self.publish(int(slots[i]), int(num_prompt[i]))
@@ -121,6 +122,8 @@ class Prefixes:
             (self._target_pages, self._slots.num_computed, self._published),
             (self._draft_pages, self._slots.draft_computed, self._draft_published),
         ):
+            if pool is self._draft_pages and self._slots.draft_first[slot]:
+                continue  # what these pages hold depends on where the draft began again
             full = min(int(computed[slot]), num_known) // size
             full = full if most is None else min(full, most)
             if pool is not None and full > published[slot]:

@@ -27,6 +27,7 @@ from faser.engine.reporter import Reporter
 from faser.engine.retained import RetainedContexts, check_reuse
 from faser.engine.slots import OpenRequest, OutputChecker, SlotTable
 from faser.engine.vision import Encoding, VisionPlanner, check_vision
+from faser.engine.windows import DraftWindows, slide
 from faser.errors import EngineError, InvalidRequest
 from faser.limits import Limits
 from faser.policy import Policy
@@ -90,6 +91,8 @@ class Scheduler:
         self.drafts.cost, self.drafts.pace, self.overlap = cost, pace, overlap
         if looks_up:
             self.drafts.lookup = PromptLookup(self._slots)
+        if limits.draft_window is not None and draft_pages is not None:
+            self.drafts.windows = DraftWindows(limits.draft_window, self._slots, draft_pages, self.prefixes)
 
     @property
     def overlap(self) -> Overlap | None:
@@ -192,6 +195,7 @@ class Scheduler:
             self._untold.append(progress)
         slots = self._in_flight.not_in_flight(self._slots.running)  # a plan in flight uses all its pages
         self._pools.truncate(slots, self._slots.num_tokens[slots], self._slots.draft_computed[slots])
+        slide(self._pools, self._slots, self.prefixes, self._slots.running)
         self._in_flight.free_held()
         return Committed(landed.settled, self.take_ended())
 
@@ -201,6 +205,8 @@ class Scheduler:
             self.target_pages.forget(moves.destinations)
         self.num_landed = self.num_planned
         self._in_flight.free_held()
+        if self.drafts.windows is not None:
+            self.drafts.windows.forget()
         self._cancelling = []
         for request in list(self._requests.values()):
             self._drop(request, reason, publish=False)  # rows and moves of the steps in flight may not have been made
@@ -357,6 +363,7 @@ class Scheduler:
             vision=self.vision.plan(encoding, slots, start, num_rows) if self.vision is not None else None,
             copies=self.retained.take_copies(),
             lookup=drafting.lookup,
+            draft_first=self.drafts.windows.take_changes(slots[drafting.rows > 0]) if self.drafts.windows else None,
         )
 
     def _compact(self) -> PageMoves | None:

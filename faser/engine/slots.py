@@ -78,6 +78,7 @@ class SlotTable:
         self.end = per_slot()  # num_tokens at which the request has all its tokens
         self.num_computed = per_slot()
         self.draft_computed = per_slot()
+        self.draft_first = per_slot()  # keys of the draft between its sinks and here do not exist (windows.py)
         self.max_draft = per_slot()
         self.counts = SpeculationCounts(max_running)
         self.requests: list[OpenRequest | None] = [None] * max_running  # by slot
@@ -109,7 +110,7 @@ class SlotTable:
         self.num_prompt[slot] = num_prompt
         self.end[slot] = num_prompt + params.max_tokens
         self.num_computed[slot] = num_computed
-        self.draft_computed[slot] = 0
+        self.draft_computed[slot] = self.draft_first[slot] = 0
         self.max_draft[slot] = HARD_MAX_LENGTH if params.max_draft is None else min(params.max_draft, HARD_MAX_LENGTH)
         self.counts.restore(slot, new.stats, new.tried, new.lookup_tried)
         self._numbers[slot] = new.number

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from faser.errors import ConfigError, ModelError, UnsupportedModel
+from faser.limits import KeyWindow
 from faser.models.fields import REQUIRED, Fields, is_id, optional_id, read_object
 from faser.models.quantisation import Quantisation, read_quantisation
 from faser.models.vision import config as eyes
@@ -82,6 +83,18 @@ class ModelConfig:
     dtype: str = "float32"  # of the checkpoint, not of the loaded model
     quantisation: Quantisation | None = None  # of the checkpoint's matrices
     vision: VisionConfig | None = None  # the eyes of a vision-language model
+    windows: tuple[int, ...] = ()  # by layer: keys that a row attends to, up to its own; 0: all. Empty: all, everywhere
+
+    @property
+    def layer_windows(self) -> tuple[KeyWindow | None, ...]:
+        """By layer. None: rows see their whole contexts."""
+        sizes = self.windows or (0,) * self.num_layers
+        return tuple(KeyWindow(size) if size else None for size in sizes)
+
+    @property
+    def page_window(self) -> KeyWindow | None:
+        """What any layer sees of a context; None: there is a layer that sees all of it."""
+        return KeyWindow(max(self.windows)) if self.windows and all(self.windows) else None
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:

@@ -141,6 +141,12 @@ class Transformer:
         fill_random(model.weights(), (*layer_norms, model.final_norm, *vision_norms), seed, std)
         return model
 
+    def reach(self, num_positions: int) -> None:
+        """Have tables for this many positions, even if the model was trained on fewer: its rows see windows."""
+        if num_positions > self.max_positions:
+            self.max_positions = num_positions
+            self.cos, self.sin = rope_tables(self.config.rope, self.config.head_dim, num_positions, self.device)
+
     @property
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype

@@ -129,7 +129,7 @@ class Device(Protocol):
         """Bytes of KV pages if the user did not choose; None: what the models leave free."""
 
     def make_executor(self, parts: Parts) -> tuple[DeviceExecutor, int]:
-        """An executor, and the number of KV pages of each model."""
+        """An executor, and the number of KV pages of the target (of the draft: `Limits.draft_pages`)."""
 
 
 def make_device(name: str) -> Device:

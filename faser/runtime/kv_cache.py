@@ -74,11 +74,26 @@ def fitting_pages(
     max_model_len: int,
     most: int = 2**40,
     feature_bytes: int = 0,
+    most_draft_pages: int = 2**40,
 ) -> int:
-    """Pages of each model that `budget` bytes hold together, at most `most`, with `feature_bytes` for each page."""
-    page = feature_bytes + sum(bytes_per_page(config, page_size, dtype) for config, dtype in models)
-    require_useful(budget, page, page_size, useful_pages(page_size, max_model_len))
-    return min(budget // page, most)
+    """Pages of the target that `budget` bytes hold, at most `most`, with `feature_bytes` for each page.
+
+    The draft has as many pages, at most `most_draft_pages`.
+    """
+    page, *draft = (bytes_per_page(config, page_size, dtype) for config, dtype in models)
+    least = useful_pages(page_size, max_model_len)
+    return min(divided_pages(budget, page + feature_bytes, sum(draft), most_draft_pages, page_size, least), most)
+
+
+def divided_pages(
+    budget: int, page_bytes: int, draft_page_bytes: int, most_draft_pages: int, page_size: int, least: int
+) -> int:
+    """Pages of the target. What the draft's window does not take of its share goes to the target."""
+    require_useful(budget, page_bytes + draft_page_bytes, page_size, least)
+    alike = budget // (page_bytes + draft_page_bytes)
+    if alike <= most_draft_pages:
+        return alike
+    return (budget - most_draft_pages * draft_page_bytes) // page_bytes
 
 
 def useful_pages(page_size: int, max_model_len: int) -> int:

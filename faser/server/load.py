@@ -8,6 +8,7 @@ from time import monotonic
 from faser.build import LoadedPair, build_engine, load_pair, target_kv
 from faser.config import EngineOptions, draft_name, model_name
 from faser.engine.engine import Engine
+from faser.engine.scheduler import Scheduler
 from faser.engine.stats import EngineStats
 from faser.errors import ConfigError, InvalidRequest
 from faser.models.heads import DraftHead
@@ -51,7 +52,7 @@ def load(start: Start) -> Served:
         page_size=pages.page_size,
         num_pages=pages.num_pages,
         kv_dtype=str(kv),
-        kv_bytes=_kv_bytes(pair, kv, pages.num_pages, pages.page_size),
+        kv_bytes=_kv_bytes(pair, kv, scheduler),
         load_seconds=monotonic() - started,
         tokenizer=pair.tokenizer.to_json() if pair.tokenizer is not None else None,
         chat_template=(template.source, template.bos_token, template.eos_token) if template is not None else None,
@@ -79,13 +80,14 @@ def _warm_up(engine: Engine, pair: LoadedPair) -> None:
             compiler.check(Grammar("json_schema", ANY_OBJECT))
 
 
-def _kv_bytes(pair: LoadedPair, kv: KvFormat, num_pages: int, page_size: int) -> int:
-    page, head = bytes_per_page(pair.target.config, page_size, kv.dtype), pair.draft_model
-    if head is not None:
-        page += bytes_per_page(head.config, page_size, head.dtype)
-    if isinstance(head, DraftHead):
-        page += feature_bytes_per_page(head.config, page_size, head.dtype)
-    return num_pages * page
+def _kv_bytes(pair: LoadedPair, kv: KvFormat, scheduler: Scheduler) -> int:
+    pages, draft_pages, draft = scheduler.target_pages, scheduler.draft_pages, pair.draft_model
+    total = pages.num_pages * bytes_per_page(pair.target.config, pages.page_size, kv.dtype)
+    if draft is not None and draft_pages is not None:
+        total += draft_pages.num_pages * bytes_per_page(draft.config, draft_pages.page_size, draft.dtype)
+    if isinstance(draft, DraftHead):
+        total += pages.num_pages * feature_bytes_per_page(draft.config, pages.page_size, draft.dtype)
+    return total
 
 
 def _reasons(start: Start, options: EngineOptions, device: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from faser.engine.pages import PagePool, page_hash
 from faser.errors import EngineError
+from faser.limits import KeyWindow
 
 SLOTS, PAGES, SIZE, MOST = 4, 12, 4, 40
 
@@ -209,9 +210,11 @@ def test_what_a_page_holds_can_be_forgotten():
 class PoolMachine(RuleBasedStateMachine):
     """Any sequence of calls keeps the books; a table never loses or changes what it holds."""
 
+    window: KeyWindow | None = None
+
     def __init__(self) -> None:
         super().__init__()
-        self.pool = PagePool(PAGES, SIZE, SLOTS, MOST, most_pages=2 * PAGES)
+        self.pool = PagePool(PAGES, SIZE, SLOTS, MOST, most_pages=2 * PAGES, window=self.window)
         self.tokens: dict[int, list[int]] = {}  # by slot: what its pages are meant to hold
 
     @rule(num_pages=st.integers(PAGES, 2 * PAGES))
@@ -239,7 +242,7 @@ class PoolMachine(RuleBasedStateMachine):
         if self.pool.reserve(one(slot), one(len(tokens))):
             self.tokens[slot] = tokens
             for column, name in enumerate(names_of(tokens)):
-                if column >= matched:
+                if column >= matched:  # the others are published
                     self.pool.publish(slot, column, name)
         else:
             self.pool.release(slot)
@@ -254,7 +257,8 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.truncate(slots, now)
         assert (self.pool.count == held[1]).all()
         for slot in slots.tolist():
-            assert (self.pool.table[slot, : held[1][slot]] == held[0][slot, : held[1][slot]]).all()
+            columns = self.pool._held_columns(slot)
+            assert (self.pool.table[slot, columns] == held[0][slot, columns]).all()
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
@@ -271,7 +275,7 @@ class PoolMachine(RuleBasedStateMachine):
     def equal_prefixes_share_or_copy_but_never_mix(self) -> None:
         owners: dict[int, tuple[int, ...]] = {}
         for slot, tokens in self.tokens.items():
-            for column in range(int(self.pool.count[slot])):
+            for column in self.pool._held_columns(slot).tolist():
                 prefix = tuple(tokens[: (column + 1) * SIZE])
                 page = int(self.pool.table[slot, column])
                 assert owners.setdefault(page, prefix) == prefix
@@ -283,4 +287,40 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_available == self.pool.num_pages
 
 
+class WindowedPoolMachine(PoolMachine):
+    """The same, and pages leave from the middle of tables."""
+
+    window = KeyWindow(7, 2)
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), less=st.integers(0, 3))
+    def slide(self, data: st.DataObject, less: int) -> None:
+        slots = np.array(sorted(self.tokens))
+        positions = np.array([max(0, len(self.tokens[slot]) - less) for slot in slots.tolist()])
+        available = self.pool.num_available
+        due = self.pool.is_due(slots, positions)
+        self.pool.slide(slots, positions)
+        assert self.pool.num_available >= available
+        assert due.any() or self.pool.num_available == available
+        assert not self.pool.is_due(slots, positions).any()
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), ahead=st.integers(0, 12))
+    def skip(self, data: st.DataObject, ahead: int) -> None:
+        """A window begins anew, maybe beyond the pages that there are; what it needs fits then."""
+        slot = data.draw(st.sampled_from(sorted(self.tokens)))
+        start = min(len(self.tokens[slot]) + ahead, MOST) // SIZE * SIZE
+        self.tokens[slot] += [2] * (start - len(self.tokens[slot]))
+        self.pool.skip(slot, start)
+        assert self.pool._held_columns(slot).size <= 1 + self.pool.pages_for(len(self.tokens[slot])) - start // SIZE
+
+    @invariant()
+    def a_window_has_its_pages(self) -> None:
+        for slot in self.tokens:
+            columns = self.pool._held_columns(slot)
+            assert columns[0] == 0, "the sinks stay"
+            assert np.count_nonzero(np.diff(columns) > 1) <= 1, "one hole"
+
+
 TestPoolMachine = PoolMachine.TestCase
+TestWindowedPoolMachine = WindowedPoolMachine.TestCase

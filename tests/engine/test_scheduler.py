@@ -14,6 +14,7 @@ from faser.engine.engine import Engine
 from faser.engine.pages import page_hash
 from faser.engine.prompt_pace import KEPT_UP, Pacing, StepPace, pairs_of
 from faser.errors import EngineError, InvalidRequest, RequestTooLong
+from faser.limits import KeyWindow
 from faser.policy import Fixed, Policy
 from faser.request import FinishReason
 from faser.step import StepPlan, StepSeconds
@@ -708,10 +709,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         seed=st.integers(0, 99),
         kind=st.sampled_from(["plain", "lookup", "overlap", *HEADS]),
         bound=st.sampled_from([None, 0.011, 0.03]),
+        windows=st.sampled_from([(None, None), (KeyWindow(9), KeyWindow(7, 1)), (KeyWindow(5), KeyWindow(11))]),
     )
-    def start(self, num_pages, num_draft_pages, max_running, spare_rows, agreement, caching, seed, kind, bound) -> None:
-        if kind in HEADS:  # a head has pages
-            num_draft_pages = num_draft_pages or 20
+    def start(
+        self, num_pages, num_draft_pages, max_running, spare_rows, agreement, caching, seed, kind, bound, windows
+    ) -> None:
+        if kind in HEADS:  # a head has pages, and reads features of whole contexts
+            num_draft_pages, windows = num_draft_pages or 20, (None, None)
         self.world = World(
             RandomGuesses(5, seed),
             num_pages=num_pages,
@@ -724,6 +728,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             head=HEADS.get(kind),
             overlap=SometimesOverlap(seed) if kind == "overlap" else None,
             looks_up=kind == "lookup",
+            target_window=windows[0],
+            draft_window=windows[1],
             pace=None if bound is None else StepPace(bound, Pacing(1e3 * bound, 4, 1)),
             seconds=seconds_of,
         )

@@ -5,6 +5,7 @@ Knows transformers, the oracle. Everything here favours being obviously right ov
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from faser.limits import KeyWindow
 from faser.models.config import ModelConfig
 from faser.models.layers import rotate
 from faser.models.transformer import Attend, Transformer
@@ -38,14 +40,28 @@ LLAMA3_ROPE = {
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
 
-def dense_attend(model: Transformer, positions: Tensor | None = None) -> Attend:
-    """Causal attention of all rows over all rows, as one sequence."""
+def dense_attend(
+    model: Transformer,
+    positions: Tensor | None = None,
+    windows: Sequence[KeyWindow | None] = (),
+    first: Tensor | None = None,
+) -> Attend:
+    """Causal attention of all rows over all rows, as one sequence.
+
+    `windows` by layer; queries meet the sinks as if they stood right behind the sinks and the window. Row r does not
+    see the keys between the sinks and first[r].
+    """
     config = model.config
 
     def attend(layer_index: int, qkv: Tensor) -> Tensor:
         rows = qkv.shape[0]
         where = torch.arange(rows) if positions is None else positions
         qkv = qkv.clone()
+        window = windows[layer_index] if windows else None
+        sinks = 0 if window is None else window.sinks
+        nearer = qkv[:, : config.num_heads].clone()
+        cos, sin = model.rotation(where if window is None else where.clamp(max=window.span - 1))
+        rotate(nearer, cos[:, None], sin[:, None])
         cos, sin = model.rotation(where)
         rotate(qkv[:, : -config.num_kv_heads], cos[:, None], sin[:, None])
         # query [heads, rows, head_dim]; key, value [kv heads, rows, head_dim]
@@ -54,6 +70,11 @@ def dense_attend(model: Transformer, positions: Tensor | None = None) -> Attend:
         group = config.num_heads // config.num_kv_heads
         key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
         scores = query @ key.transpose(1, 2) / config.head_dim**0.5
+        scores[..., :sinks] = nearer.transpose(0, 1) @ key[:, :sinks].transpose(1, 2) / config.head_dim**0.5
+        if window is not None:
+            row, column = torch.arange(rows)[:, None], torch.arange(rows)
+            begin = torch.zeros(rows, 1) if first is None else first[:, None]
+            scores.masked_fill_((column >= sinks) & ((column <= row - window.size) | (column < begin)), float("-inf"))
         scores.masked_fill_(torch.ones(rows, rows, dtype=torch.bool).triu(1), float("-inf"))
         return (scores.softmax(-1) @ value).transpose(0, 1).reshape(rows, -1).to(qkv.dtype)
 
@@ -61,9 +82,15 @@ def dense_attend(model: Transformer, positions: Tensor | None = None) -> Attend:
 
 
 @torch.inference_mode()
-def forward(model: Transformer, token_ids: Tensor) -> Tensor:
+def forward(
+    model: Transformer,
+    token_ids: Tensor,
+    windows: Sequence[KeyWindow | None] = (),
+    first: Tensor | None = None,
+) -> Tensor:
     """Logits [rows, vocab_size] of one sequence."""
-    return model.logits(model.run_layers(model.embed(token_ids), dense_attend(model)))
+    attend = dense_attend(model, None, windows, first)
+    return model.logits(model.run_layers(model.embed(token_ids), attend))
 
 
 def random_hf(config: transformers.PreTrainedConfig, seed: int = 0) -> transformers.PreTrainedModel:

@@ -9,6 +9,7 @@ import torch
 
 from faser.engine import prompt_pace
 from faser.errors import ConfigError
+from faser.limits import KeyWindow
 from faser.models.config import ModelConfig
 from faser.models.heads import BlockHead, Eagle3Head
 from faser.models.transformer import Transformer
@@ -82,7 +83,8 @@ class CpuDevice:
         drafter: Drafter | None = None
         memory: CpuDraftMemory | None = None
         if parts.draft is not None:
-            draft_pages = _page_block(*shapes[1], num_pages, parts.page_size)
+            num_draft_pages = parts.limits.draft_pages(num_pages, parts.page_size)
+            draft_pages = _page_block(*shapes[1], num_draft_pages, parts.page_size)
             drafter = _make_drafter(parts, draft_pages, target)
             if gained:
                 assert isinstance(parts.draft, Transformer)
@@ -101,7 +103,8 @@ class CpuDevice:
         if head is not None:
             feature_bytes = feature_bytes_per_page(head.config, parts.page_size, head.dtype)
         sizes = parts.page_size, parts.limits.max_model_len, parts.most_pages
-        return fitting_pages(budget, parts.kv_shapes, *sizes, feature_bytes)
+        most_draft = parts.limits.most_draft_pages(parts.page_size)
+        return fitting_pages(budget, parts.kv_shapes, *sizes, feature_bytes, most_draft)
 
 
 def _make_eyes(parts: Parts) -> CpuEyes | None:
@@ -116,7 +119,9 @@ def _make_drafter(parts: Parts, draft_pages: HostBlock, target: ModelRunner) -> 
     rest = parts.sampler, parts.history, parts.target.config.vocab_size
     draft = parts.draft
     if isinstance(draft, Transformer):
-        return ModelDrafter(_runner(draft, draft_pages, parts, KvFormat.of(draft)), *rest)
+        return ModelDrafter(
+            _runner(draft, draft_pages, parts, KvFormat.of(draft), window=parts.limits.draft_window), *rest
+        )
     assert draft is not None
     pages = pages_over(draft_pages.bytes, draft.config, parts.page_size, draft.dtype)
     runner = HeadRunner(draft, pages, parts.limits.max_running, parts.limits.max_model_len, target)
@@ -135,13 +140,18 @@ def _page_block(config: ModelConfig, dtype: torch.dtype, num_pages: int, page_si
 
 
 def _runner(
-    model: Transformer, block: HostBlock, parts: Parts, kv: KvFormat, features: FeaturePages | None = None
+    model: Transformer,
+    block: HostBlock,
+    parts: Parts,
+    kv: KvFormat,
+    features: FeaturePages | None = None,
+    window: KeyWindow | None = None,
 ) -> ModelRunner:
     pages = pages_over(block.bytes, model.config, parts.page_size, kv.dtype)
     sizes = parts.limits.max_running, parts.limits.max_model_len
     if kv.is_rounded:
         return RoundedRunner(model, pages, *sizes, kv, features)
-    return ModelRunner(model, pages, *sizes, features)
+    return ModelRunner(model, pages, *sizes, features, window)
 
 
 def _pages_gained(parts: Parts, num_pages: int) -> int:
@@ -149,7 +159,8 @@ def _pages_gained(parts: Parts, num_pages: int) -> int:
     if not isinstance(parts.draft, Transformer):
         return 0
     page, draft_page = (bytes_per_page(config, parts.page_size, dtype) for config, dtype in parts.kv_shapes)
-    freed = home_bytes(own_weights(parts.draft, parts.target)) + num_pages * draft_page
+    num_draft_pages = parts.limits.draft_pages(num_pages, parts.page_size)
+    freed = home_bytes(own_weights(parts.draft, parts.target)) + num_draft_pages * draft_page
     gained = max(0, min(freed // page, parts.most_pages - num_pages))
     if not gained:
         log.info("the draft stays in memory: all requests that can run together fit into the KV pages")

@@ -100,6 +100,8 @@ class ChainDrafter(SamplingDrafter, ABC):
 
     def draft(self, plan: StepPlan) -> Drafts:
         self._runner.apply(plan.draft_pages)
+        if plan.draft_first is not None:
+            self._runner.begin_again(plan.draft_first)
         start = np.maximum(plan.draft_start, self.first_row)
         counts = np.where(plan.draft_rows > 0, np.maximum(plan.draft_start + plan.draft_rows - start, 0), 0)
         runs = np.flatnonzero(counts)

@@ -9,6 +9,7 @@ in float64, whose last bits are lost when its results are rounded to the dtype o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,10 +34,10 @@ class RoundedAttention(CpuAttention):
         pages: torch.Tensor,
         table: IntArray,
         rows: Rows,
-        positions: IntArray | None,
         kv: KvFormat,
+        **seen: Any,
     ) -> None:
-        super().__init__(model, pages, table, rows, positions=positions)
+        super().__init__(model, pages, table, rows, **seen)
         self._num_rows = rows.num_rows
         self._kv = kv
 
@@ -85,7 +86,7 @@ class RoundedRunner(ModelRunner):
         return out
 
     def _attention(self, rows: Rows, positions: IntArray | None) -> Attend:
-        return RoundedAttention(self.model, self._pages, self._table, rows, positions, self._kv)
+        return RoundedAttention(self.model, self._pages, self._table, rows, self._kv, **self._seen(rows, positions))
 
 
 def _blocks(rows: Rows) -> Iterator[tuple[int, Rows]]:

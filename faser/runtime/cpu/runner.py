@@ -16,17 +16,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from faser.arrays import NONE, IntArray
+from faser.arrays import NONE, BoolArray, IntArray
+from faser.limits import KeyWindow
 from faser.models.heads import DraftHead
 from faser.models.layers import rotate
 from faser.models.transformer import Attend, Transformer
 from faser.runtime.cpu.positions import RotaryPositions
-from faser.step import Admission, KvCopies, PageMoves, PageWrites
+from faser.step import Admission, KeyStarts, KvCopies, PageMoves, PageWrites
 
 SHORT_ROWS = 16  # a request with more rows is a group of its own
 SPARE_PAGES = 64  # pages of padding that a group may always have; beyond it, at most half of its pages may be padding
@@ -110,6 +112,10 @@ class Runner:
         self._seconds = 0.0
         self._pages = pages  # of `pages_over`
         self._table: IntArray = np.zeros((max_slots, -(-max_tokens // pages.shape[2])), dtype=np.int64)
+        self._first: IntArray = np.zeros(max_slots, dtype=np.int64)  # keys between the sinks and here do not exist
+
+    def begin_again(self, starts: KeyStarts) -> None:
+        self._first[starts.slots] = starts.positions
 
     def apply(self, writes: PageWrites) -> None:
         self._table[writes.slots, writes.columns] = writes.pages
@@ -167,8 +173,11 @@ class ModelRunner(Runner):
         max_slots: int,
         max_tokens: int,
         features: FeaturePages | None = None,
+        window: KeyWindow | None = None,
     ) -> None:
+        """`window`: what every layer sees of a context, instead of what the model's config says."""
         super().__init__(model, pages, max_slots, max_tokens)
+        self._windows = (window,) * model.num_layers if window is not None else model.config.layer_windows
         self.model = model
         self.features = features
         self.rotary: RotaryPositions | None = None  # of a model whose tokens stand in space and time
@@ -203,7 +212,11 @@ class ModelRunner(Runner):
         return self.model.run_layers(hidden, attend, first, last)
 
     def _attention(self, rows: Rows, positions: IntArray | None) -> Attend:
-        return CpuAttention(self.model, self._pages, self._table, rows, positions=positions)
+        return CpuAttention(self.model, self._pages, self._table, rows, **self._seen(rows, positions))
+
+    def _seen(self, rows: Rows, positions: IntArray | None) -> dict[str, Any]:
+        """Where the rows stand, and what they see of their contexts."""
+        return {"positions": positions, "windows": self._windows, "first": self._first[rows.slots]}
 
     def _run_and_keep(self, features: FeaturePages, rows: Rows, hidden: torch.Tensor, attend: Attend) -> torch.Tensor:
         kept, done = [], 0
@@ -241,13 +254,38 @@ class Group:
     num_requests: int
     mask: torch.Tensor  # [G, 1, L, S], or [G, 1, heads per key head * L, S] where folded
     folded: bool
+    sink_turn: SinkTurn | None  # where some row is further from its sinks than its window is long
+
+
+@dataclass(frozen=True)
+class SinkTurn:
+    """Queries as sinks see them: as if the row stood right behind the sinks and a window.
+
+    So no distance is larger than a window, and a draft with a short context drafts for a long one.
+    """
+
+    num_sinks: int
+    cos: torch.Tensor  # [G, 1, 1, L, head_dim // 2] by how much a query turns back
+    sin: torch.Tensor
+
+    @classmethod
+    def of(cls, model: Transformer | DraftHead, window: KeyWindow, positions: IntArray) -> SinkTurn | None:
+        """positions [G, L]. None where no query has to turn."""
+        back = np.maximum(positions - (window.span - 1), 0)
+        if not window.sinks or not back.any():
+            return None
+        cos, sin = model.rotation(torch.from_numpy(back.reshape(-1)))
+        factor = model.config.rope.attention_factor  # both tables have it, and the query has turned by them once
+        shape = back.shape[0], 1, 1, back.shape[1], -1
+        return cls(window.sinks, (cos / factor).view(shape), (-sin / factor).view(shape))
 
 
 class CpuAttention:
     """Attention over the rows of one forward. Keys before `first_key` do not exist.
 
     A row sees the keys up to its own, with `sees_all` those of all rows of its request. `positions` are those of the
-    rotary embedding; None: the indices of the rows.
+    rotary embedding; None: the indices of the rows. `windows` are what layers see of a context; empty: all of it.
+    `first` [B]: keys between the sinks and here do not exist.
     """
 
     dtype: torch.dtype | None = None  # in which keys, values and weights are multiplied; None: that of the model
@@ -261,6 +299,8 @@ class CpuAttention:
         first_key: int = 0,
         sees_all: bool = False,
         positions: IntArray | None = None,
+        windows: Sequence[KeyWindow | None] = (),
+        first: IntArray | None = None,
     ) -> None:
         config = model.config
         self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
@@ -273,20 +313,26 @@ class CpuAttention:
         self._written = torch.from_numpy(written)  # [R] entries of a layer
         heads_per_kv = config.num_heads // config.num_kv_heads
         page_bytes = size * 2 * config.num_kv_heads * config.head_dim * model.dtype.itemsize
-        members_of = _partition(rows, size, max(1, GROUP_BYTES // page_bytes))
+        self._windows = windows
         dtype = self.dtype or model.dtype
-        self._groups = [
-            _make_group(rows, table, size, members, heads_per_kv, dtype, first_key, sees_all) for members in members_of
-        ]
+        self._groups = {
+            window: [
+                _make_group(model, rows, table, span, members, heads_per_kv, dtype, first_key, sees_all)
+                for members in _partition(rows, span.num_pages, max(1, GROUP_BYTES // page_bytes))
+            ]
+            for window in dict.fromkeys(windows or (None,))
+            for span in (_Span.of(rows, size, window, first),)
+        }
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
         rotate(qkv[:, : num_heads + num_kv_heads], self._cos, self._sin)
         self._write(layer, qkv[:, num_heads:])
-        if len(self._groups) == 1 and self._groups[0].real is None:
-            return self._attend(self._groups[0], qkv[:, :num_heads], layer)
+        groups = self._groups[self._windows[layer] if self._windows else None]
+        if len(groups) == 1 and groups[0].real is None:
+            return self._attend(groups[0], qkv[:, :num_heads], layer)
         out = qkv.new_empty(qkv.shape[0], num_heads * qkv.shape[2])
-        for group in self._groups:
+        for group in groups:
             attended = self._attend(group, qkv[:, :num_heads], layer)
             out[group.real_rows] = attended if group.real is None else attended[group.real]
         return out
@@ -311,7 +357,9 @@ class CpuAttention:
         # [G, kv heads, heads per key head, L, head_dim]
         query = query[group.rows].view(group.num_requests, -1, num_kv, fold, head_dim).permute(0, 2, 3, 1, 4)
         num_rows = query.shape[3]
-        if group.folded:
+        if group.sink_turn is not None:
+            out = self._attend_turned(group, group.sink_turn, query, key, value)
+        elif group.folded:
             query = query.reshape(group.num_requests, num_kv, fold * num_rows, head_dim)
             out = F.scaled_dot_product_attention(query, key, value, attn_mask=group.mask, scale=self._scale)
             out = out.view(group.num_requests, num_kv, fold, num_rows, head_dim)
@@ -320,13 +368,59 @@ class CpuAttention:
             out = F.scaled_dot_product_attention(query[0], key, value, attn_mask=group.mask, scale=self._scale)[None]
         return out.permute(0, 3, 1, 2, 4).reshape(-1, self._num_heads * head_dim)
 
+    def _attend_turned(
+        self, group: Group, turn: SinkTurn, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """With other queries for the sinks. query [G, kv heads, heads per key head, L, head_dim]"""
+        shape, key = query.shape, key.transpose(-1, -2)
+        turned = rotate(query.clone(), turn.cos, turn.sin).flatten(2, 3)
+        scores = query.flatten(2, 3) @ key
+        scores[..., : turn.num_sinks] = turned @ key[..., : turn.num_sinks]
+        mask = group.mask.view(shape[0], 1, -1, shape[3], scores.shape[-1])
+        scores = scores.view(*shape[:4], -1).mul_(self._scale).add_(mask)
+        return (scores.softmax(-1).flatten(2, 3) @ value).view(shape)
 
-def _partition(rows: Rows, page_size: int, most_pages: int) -> list[IntArray]:
+
+@dataclass(frozen=True)
+class _Span:
+    """The pages that the rows of B requests see: those of the sinks, and one run up to the last row."""
+
+    page_size: int
+    window: KeyWindow | None
+    num_sink_pages: int
+    first: IntArray  # [B] keys between the sinks and here do not exist
+    first_page: IntArray  # [B] of the run
+    num_pages: IntArray  # [B] of sinks and run
+
+    @classmethod
+    def of(cls, rows: Rows, page_size: int, window: KeyWindow | None, first: IntArray | None) -> _Span:
+        first = np.zeros_like(rows.start) if first is None else first
+        end = -(-(rows.start + rows.counts) // page_size)
+        if window is None:
+            return cls(page_size, window, 0, first, np.zeros_like(end), end)
+        sinks = -(-window.sinks // page_size)
+        begin = np.maximum(np.maximum(window.first(rows.start), first) // page_size, sinks)
+        return cls(page_size, window, sinks, first, begin, sinks + np.maximum(end - begin, 0))
+
+    def columns(self, members: IntArray) -> IntArray:
+        """[G, pages] columns of the page table, padded behind the last row."""
+        run = np.arange(int(self.num_pages[members].max()) - self.num_sink_pages)
+        run = self.first_page[members][:, None] + run
+        return np.hstack((np.broadcast_to(np.arange(self.num_sink_pages), (members.size, self.num_sink_pages)), run))
+
+    def sees(self, members: IntArray, keys: IntArray, positions: IntArray) -> BoolArray | bool:
+        """[G, L, S] which of the keys [G, 1, S] up to their own are in the windows of rows at positions [G, L, 1]."""
+        if self.window is None:
+            return True
+        exists = keys >= self.first[members][:, None, None]
+        return (keys < self.window.sinks) | (exists & (keys > positions - self.window.size))
+
+
+def _partition(rows: Rows, num_pages: IntArray, most_pages: int) -> list[IntArray]:
     """Groups, by index: short requests of similar context, at most `most_pages` pages; each long request alone."""
     long = rows.counts > SHORT_ROWS
     groups = [np.array([i]) for i in np.flatnonzero(long).tolist()]
     short = np.flatnonzero(~long)
-    num_pages = -(-(rows.start + rows.counts) // page_size)
     short = short[np.argsort(-num_pages[short], kind="stable")]
     while short.size:
         padding = num_pages[short[0]] - num_pages[short]
@@ -340,9 +434,10 @@ def _partition(rows: Rows, page_size: int, most_pages: int) -> list[IntArray]:
 
 
 def _make_group(
+    model: Transformer | DraftHead,
     rows: Rows,
     table: IntArray,
-    page_size: int,
+    span: _Span,
     members: IntArray,
     heads_per_kv: int,
     dtype: torch.dtype,
@@ -352,15 +447,21 @@ def _make_group(
     counts, start = rows.counts[members], rows.start[members]
     first = rows.cu_rows[members]
     num_rows = int(counts.max())
-    num_pages = -(-int((start + counts).max()) // page_size)
+    columns = span.columns(members)
     offsets = np.minimum(np.arange(num_rows), counts[:, None] - 1)  # [G, L]
     real = np.arange(num_rows) < counts[:, None]  # [G, L]
     taken = (first[:, None] + offsets).reshape(-1)
-    keys = np.arange(num_pages * page_size)
-    last_seen = np.broadcast_to((start + counts - 1)[:, None], offsets.shape) if sees_all else start[:, None] + offsets
+    # [G, 1, S]
+    keys = (columns[:, :, None] * span.page_size + np.arange(span.page_size)).reshape(members.size, 1, -1)
+    positions = start[:, None] + offsets
+    last_seen = np.broadcast_to((start + counts - 1)[:, None], offsets.shape) if sees_all else positions
     visible = (keys >= first_key) & (keys <= last_seen[:, :, None])  # [G, L, S]
+    visible &= span.sees(members, keys, positions[:, :, None])
     mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(torch.from_numpy(~visible), -math.inf)
     mask, folded = mask[:, None], num_rows <= SHORT_ROWS
+    void = (keys[:, 0] < first_key) | (keys[:, 0] >= (start + counts)[:, None])
+    if span.window is not None:
+        void |= ~visible.any(axis=1)
     if folded:
         mask = mask.expand(-1, heads_per_kv, -1, -1).reshape(members.size, 1, heads_per_kv * num_rows, -1)
     contiguous = bool(real.all()) and int(taken[-1] - taken[0]) + 1 == taken.size
@@ -369,9 +470,13 @@ def _make_group(
         rows=picked,
         real=None if real.all() else torch.from_numpy(np.flatnonzero(real)),
         real_rows=picked if real.all() else torch.from_numpy(taken[real.reshape(-1)]),
-        pages=torch.from_numpy(table[rows.slots[members], :num_pages].reshape(-1)),  # padding is masked
-        void=torch.from_numpy(np.flatnonzero((keys < first_key) | (keys >= (start + counts)[:, None]))),
+        # padding is masked
+        pages=torch.from_numpy(
+            table[rows.slots[members][:, None], np.minimum(columns, table.shape[1] - 1)].reshape(-1)
+        ),
+        void=torch.from_numpy(np.flatnonzero(void)),
         num_requests=int(members.size),
         mask=mask,
         folded=folded,
+        sink_turn=None if span.window is None else SinkTurn.of(model, span.window, positions),
     )

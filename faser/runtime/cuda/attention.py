@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from faser.arrays import IntArray
+from faser.limits import KeyWindow
 from faser.runtime.cuda.attention_kernels import attend_kernel, rotate_kernel
 from faser.runtime.kv_cache import ROUNDED
 
@@ -227,6 +228,17 @@ def rotate_and_write(
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Windowed:
+    """What a layer sees of a context."""
+
+    window: KeyWindow
+    starts: Tensor | None  # [slots] int32: keys between the sinks and here do not exist; None: all do
+    cos: Tensor  # [max_positions, head_dim // 2] by which queries turn back to the sinks
+    sin: Tensor
+    factor: float  # that both tables have
+
+
 def attend(
     qkv: Tensor,
     pages: Tensor,
@@ -240,11 +252,13 @@ def attend(
     first_key: int = 0,
     sees_all: bool = False,
     kv_scales: tuple[float, float] = (1.0, 1.0),
+    windowed: Windowed | None = None,
 ) -> None:
     """Causal attention of the rows of the tiles to their requests' keys from first_key on, into out.
 
     With `sees_all` it is not causal: a row sees all rows of its request. Pages of 8-bit floats hold keys and values
-    divided by kv_scales.
+    divided by kv_scales. With `windowed` a row sees the sinks and a window; the page table may have anything where no
+    row sees a key.
 
     qkv [R, num_heads + 2 * num_kv_heads, head_dim], contiguous, its queries rotated; pages [num_pages, page_size,
     2 * num_kv_heads, head_dim], the step's own keys and values already in them; table [slots, columns] int32; out [R,
@@ -259,6 +273,12 @@ def attend(
     num_heads, num_kv_heads = all_heads - kv_entry, kv_entry // 2
     assert all(each.is_contiguous() for each in (qkv, pages, out))
     assert table.stride(1) == 1
+    assert windowed is None or not (first_key or sees_all)
+    window, starts, cos, sin, unturned = None, None, None, None, 1.0
+    if windowed is not None:
+        window, starts = windowed.window, windowed.starts
+    if windowed is not None and windowed.window.sinks:
+        cos, sin, unturned = windowed.cos, windowed.sin, 1 / windowed.factor
     assert config.num_splits == 1 or workspace.partial.shape[2] == config.num_splits
     attend_kernel[(num_kv_heads, tiles.request.shape[0], config.num_splits)](
         qkv, pages, table, out, workspace.partial, workspace.log_sums, workspace.arrived,
@@ -269,5 +289,7 @@ def attend(
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size,
         block_m=config.block_m, block_n=config.block_n, is_split=config.num_splits > 1, overlap=overlap,
         first_key=first_key, sees_all=sees_all, rounded=pages.dtype is ROUNDED,
+        starts=starts, cos=cos, sin=sin, unturned=unturned,
+        window=0 if window is None else window.size, sinks=0 if window is None else window.sinks,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=overlap,
     )  # fmt: skip

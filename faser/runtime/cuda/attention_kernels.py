@@ -89,11 +89,13 @@ def attend_kernel(
     num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, page_size: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, is_split: tl.constexpr, overlap: tl.constexpr,
     first_key: tl.constexpr, sees_all: tl.constexpr, rounded: tl.constexpr,
+    starts, cos, sin, unturned, window: tl.constexpr, sinks: tl.constexpr,
 ):  # fmt: skip
     """One program for a split of a tile at one key head. Queries are [block_m, head_dim], keys [block_n, head_dim].
 
     A share is a split's blocks of keys. Unless is_split there is one split, and no code for more. If `rounded`, pages
-    hold 8-bit floats: `scale` has the scale of the keys in it, and results are multiplied by that of the values.
+    hold 8-bit floats: `scale` has the scale of the keys in it, and results are multiplied by that of the values. With a
+    window splits share what the tile sees of it; the first split also has the sinks.
     """
     kv_head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request = tl.load(tile_request + tile)
@@ -111,15 +113,26 @@ def attend_kernel(
     if sees_all:
         end = tl.load(start + request) + tl.load(num_rows + request)
     low, high, num_active = 0, end, 1
+    begin = 0  # of the run of keys, whole blocks
+    visible = first_key  # the first key of the run that a row sees; pages before it may be another request's
+    if window > 0:
+        visible = sinks
+        if starts is not None:
+            visible = tl.maximum(visible, tl.load(starts + tl.load(slot + request)))
+        visible = tl.maximum(visible, position - window + 1)
+        begin = visible // block_n * block_n
+        low = begin
     if is_split:
-        num_blocks = tl.cdiv(end, block_n)
+        num_blocks = tl.cdiv(end - begin, block_n)
+        if window > 0:  # the sinks may be all that there is
+            num_blocks = tl.maximum(num_blocks, 1)
         usual_splits = tl.maximum(1, num_sms // (real_tiles * num_kv_heads))
         share = tl.maximum(tl.cdiv(num_blocks, usual_splits), min_share)
         share = tl.maximum(tl.minimum(share, max_share), tl.cdiv(num_blocks, num_splits))
-        low = split * share * block_n
+        low = begin + split * share * block_n
         high = tl.minimum(end, low + share * block_n)
         num_active = tl.cdiv(num_blocks, share)
-    if low >= high:
+    if (low >= high) & ((window == 0) | (split > 0)):
         return
 
     group: tl.constexpr = num_heads // num_kv_heads
@@ -140,19 +153,34 @@ def attend_kernel(
     peak = tl.full([block_m], FAR, tl.float32)
     total = tl.zeros([block_m, block_n], tl.float32) if deferred else tl.zeros([block_m], tl.float32)
     acc = tl.zeros([block_m, head_dim], tl.float32)
-    clear = low  # keys before this one are seen by every row
+    clear = low  # keys from here to `clear` are seen by every row
     row_position = position + row
     if sees_all:
         row_position = tl.zeros_like(row) + end - 1
+    if sinks > 0 and split == 0:
+        near = _turn_back(q, qkv, q_at, row_position, valid, cos, sin, unturned, window + sinks - 1, head_dim)
+        last = tl.minimum(sinks, end)
+        acc, total, peak = _scan(
+            acc, total, peak, near, columns, keys, 0, last, last, row_position, scale, 0, entry,
+            num_kv_heads, head_dim, page_size, block_n, True, deferred, 0, -1,
+        )  # fmt: skip
     if block_m >= 64 and first_key == 0:  # where arithmetic counts, keys that every row sees take a loop without masks
+        if window > 0:  # before these, keys that some rows see no more
+            unclear = tl.maximum(visible, end - window)
+            unclear = tl.maximum(low, tl.minimum(high, begin + tl.cdiv(unclear - begin, block_n) * block_n))
+            acc, total, peak = _scan(
+                acc, total, peak, q, columns, keys, low, unclear, end, row_position, scale, visible, entry,
+                num_kv_heads, head_dim, page_size, block_n, True, deferred, first_key, window,
+            )  # fmt: skip
+            low = unclear
         clear = tl.maximum(low, tl.minimum(high, (position + 1) // block_n * block_n))
         acc, total, peak = _scan(
-            acc, total, peak, q, columns, keys, low, clear, end, row_position, scale, entry,
-            num_kv_heads, head_dim, page_size, block_n, False, deferred, first_key,
+            acc, total, peak, q, columns, keys, low, clear, end, row_position, scale, visible, entry,
+            num_kv_heads, head_dim, page_size, block_n, False, deferred, first_key, window,
         )  # fmt: skip
     acc, total, peak = _scan(
-        acc, total, peak, q, columns, keys, clear, high, end, row_position, scale, entry,
-        num_kv_heads, head_dim, page_size, block_n, True, deferred, first_key,
+        acc, total, peak, q, columns, keys, clear, high, end, row_position, scale, visible, entry,
+        num_kv_heads, head_dim, page_size, block_n, True, deferred, first_key, window,
     )  # fmt: skip
     if deferred:
         total = tl.sum(total, 1)
@@ -179,12 +207,34 @@ def attend_kernel(
 
 
 @triton.jit
+def _turn_back(
+    q, qkv, q_at, row_position, valid, cos, sin, unturned, furthest, head_dim: tl.constexpr
+):  # fmt: skip
+    """The queries as sinks see them: rotated as if no row stood further than `furthest`.
+
+    `unturned` undoes the factor that both tables have: the queries have been multiplied by it.
+    """
+    half: tl.constexpr = head_dim // 2
+    dim = tl.arange(0, head_dim)
+    back = tl.where(valid, tl.maximum(row_position - furthest, 0), 0)
+    angle = back.to(tl.int64)[:, None] * half + (dim % half)[None, :]
+    c, s = tl.load(cos + angle) * unturned, tl.load(sin + angle) * unturned
+    other = tl.load(qkv + q_at[:, None] + ((dim + half) % head_dim)[None, :], mask=valid[:, None], other=0.0)
+    s = tl.where(dim[None, :] < half, s, -s)
+    return (q.to(tl.float32) * c + other.to(tl.float32) * s).to(q.dtype)
+
+
+@triton.jit
 def _scan(
-    acc, total, peak, q, columns, keys, low, high, end, row_position, scale,
+    acc, total, peak, q, columns, keys, low, high, end, row_position, scale, visible,
     entry: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, page_size: tl.constexpr,
     block_n: tl.constexpr, masked: tl.constexpr, deferred: tl.constexpr, first_key: tl.constexpr,
+    window: tl.constexpr,
 ):  # fmt: skip
-    """Flash attention's loop over keys low to high - 1. Pages are looked up one block ahead of their use."""
+    """Flash attention's loop over keys low to high - 1. Pages are looked up one block ahead of their use.
+
+    With a window, a row sees `window` keys up to its own, from `visible` on; if `window` is negative, all before `end`.
+    """
     dim = tl.arange(0, head_dim)
     n = low + tl.arange(0, block_n)
     page = tl.load(columns + n // page_size, mask=n < end, other=0)
@@ -196,13 +246,20 @@ def _scan(
         key_at = keys + entry_at[:, None] + dim[None, :]
         value_at = key_at + num_kv_heads * head_dim
         if masked:
-            written = ((n >= first_key) & (n < end))[:, None]
+            exists = (n >= first_key) & (n < end)
+            if window > 0:
+                exists = exists & (n >= visible)
+            written = exists[:, None]
             k = tl.load(key_at, mask=written, other=0.0).to(q.dtype)
             v = tl.load(value_at, mask=written, other=0.0).to(q.dtype)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
             seen = n[None, :] <= row_position[:, None]
             if first_key > 0:
                 seen = seen & (n >= first_key)[None, :]
+            if window > 0:
+                seen = seen & (n >= visible)[None, :] & (n[None, :] > row_position[:, None] - window)
+            if window < 0:
+                seen = seen & (n < end)[None, :]
             scores = tl.where(seen, scores, FAR)
             new_peak = tl.maximum(peak, tl.max(scores, 1))
             weights = tl.exp2(scores - new_peak[:, None])

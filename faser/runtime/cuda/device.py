@@ -94,7 +94,8 @@ class CudaDevice:
         models = [target]
         drafter: CudaDrafter | None = None
         if isinstance(parts.draft, Transformer):
-            models.append(CudaModel(parts.draft, slots, limits, parts.page_size, lanes, writes=True))
+            window = limits.draft_window
+            models.append(CudaModel(parts.draft, slots, limits, parts.page_size, lanes, writes=True, window=window))
             drafter = CudaModelDrafter(models[1])
         elif parts.head is not None:
             target.features = CudaFeatures(parts.head, target.max_rows, parts.page_size)
@@ -106,23 +107,27 @@ class CudaDevice:
         if ledger is not None:
             ledger.buffers_are_made()
         features = target.features
-        page_bytes = sum(each.page_bytes for each in (*models, features) if each is not None)
+        page_bytes = sum(each.page_bytes for each in (target, features) if each is not None)
+        draft_page_bytes = sum(model.page_bytes for model in models[1:])
         driver = self._lending_driver(parts)
         num_pages = parts.num_pages
         if num_pages is None:
             assert ledger is not None, "off a GPU the number of pages is given"
             free, total = torch.cuda.mem_get_info()
             rounding = 0 if driver is None else parts.target.num_layers * driver.granularity
-            num_pages = fitting_pages(parts, page_bytes, free - rounding, total)
-        kv_bytes = num_pages * page_bytes
+            num_pages = fitting_pages(parts, page_bytes, free - rounding, total, draft_page_bytes)
+        num_draft_pages = limits.draft_pages(num_pages, parts.page_size)
+        kv_bytes = num_pages * page_bytes + num_draft_pages * draft_page_bytes
         memory = _make_draft_memory(parts, models, num_pages, driver) if driver is not None else None
         if memory is not None:
             executor.draft_memory = memory
             num_pages, kv_bytes = memory.layout.base_pages, memory.layout.kv_bytes
         else:
-            for each in (*models, features):
+            for each in (target, features):
                 if each is not None:
                     each.allocate_pages(num_pages)
+            for own in models[1:]:
+                own.allocate_pages(num_draft_pages)
         with progress_bar("compiling kernels and capturing graphs") as update:
             executor.prepare(parts.usual_length, update)
         if ledger is not None:
@@ -180,6 +185,7 @@ def _make_draft_memory(
     layout = Layout.of(
         (target.model.config, target.kv.dtype), (draft.model.config, draft.kv.dtype), parts.page_size,
         home.num_bytes, num_pages, parts.most_pages, driver.granularity, exact=parts.num_pages is not None,
+        most_draft_pages=parts.limits.most_draft_pages(parts.page_size),
     )  # fmt: skip
     if num_pages >= parts.most_pages or layout.pages_gained <= 0:
         log.info("the draft stays on the device: all requests that can run together fit into the KV pages")

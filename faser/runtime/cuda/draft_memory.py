@@ -43,7 +43,8 @@ class Layout:
 
     num_layers: int  # of the target
     page_bytes: int  # of one layer of the target
-    base_pages: int  # of both models while the draft is resident
+    base_pages: int  # of the target while the draft is resident
+    draft_pages: int
     most_pages: int  # of the target while the draft is away
     base_bytes: int  # of one layer of the target while the draft is resident
     chunk_bytes: int  # of one layer of the target in the draft's memory
@@ -62,8 +63,12 @@ class Layout:
         granularity: int,
         *,
         exact: bool,
+        most_draft_pages: int = 2**40,
     ) -> Layout:
-        """`num_pages` pages of each model, rounded down to whole granules of a layer unless `exact`."""
+        """`num_pages` pages of the target, rounded down to whole granules of a layer unless `exact`.
+
+        The draft has as many, at most `most_draft_pages`.
+        """
         num_layers = target[0].num_layers
         page_bytes = bytes_per_page(target[0], page_size, target[1]) // num_layers
         draft_page_bytes = bytes_per_page(draft[0], page_size, draft[1])
@@ -72,11 +77,13 @@ class Layout:
         if exact or not base_pages:
             base_pages = num_pages
             base_bytes = _round_up(num_pages * page_bytes, granularity)
-        draft_bytes = weights_bytes + base_pages * draft_page_bytes
+        draft_pages = min(base_pages, most_draft_pages)
+        draft_bytes = weights_bytes + draft_pages * draft_page_bytes
         chunk_bytes = _round_up(-(-draft_bytes // num_layers), granularity)
         most = min((base_bytes + chunk_bytes) // page_bytes, most_pages)
         return cls(
-            num_layers, page_bytes, base_pages, most, base_bytes, chunk_bytes, weights_bytes, draft_page_bytes
+            num_layers, page_bytes, base_pages, draft_pages, most, base_bytes, chunk_bytes, weights_bytes,
+            draft_page_bytes,
         )  # fmt: skip
 
     @property
@@ -185,10 +192,10 @@ class CudaDraftMemory:
         return used.view(config.num_layers, layout.most_pages, page_size, 2 * config.num_kv_heads, config.head_dim)
 
     def draft_pages(self, config: ModelConfig, page_size: int, dtype: torch.dtype) -> Tensor:
-        """[num_layers, base_pages, page_size, 2 * num_kv_heads, head_dim]."""
+        """[num_layers, draft_pages, page_size, 2 * num_kv_heads, head_dim]."""
         layout = self.layout
-        used = self._draft_bytes[layout.weights_bytes :][: layout.base_pages * layout.draft_page_bytes].view(dtype)
-        return used.view(config.num_layers, layout.base_pages, page_size, 2 * config.num_kv_heads, config.head_dim)
+        used = self._draft_bytes[layout.weights_bytes :][: layout.draft_pages * layout.draft_page_bytes].view(dtype)
+        return used.view(config.num_layers, layout.draft_pages, page_size, 2 * config.num_kv_heads, config.head_dim)
 
     # ── moves ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

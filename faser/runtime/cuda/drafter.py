@@ -17,7 +17,7 @@ import torch
 from faser.arrays import IntArray
 from faser.runtime.cuda.graphs import Shape, first_draft, next_draft, on_part
 from faser.runtime.cuda.model import CudaModel
-from faser.step import PageWrites, StepPlan
+from faser.step import KeyStarts, PageWrites, StepPlan
 
 FirstShape = Callable[[int, int], Shape | None]  # (requests, most rows of one) → the graph of the first launch
 
@@ -63,6 +63,11 @@ class CudaDrafter(ABC):
     def apply(self, writes: PageWrites) -> None:
         for model in self.models:
             model.apply(writes)
+
+    def begin_again(self, starts: KeyStarts) -> None:
+        """A draft that sees a window begins again in these slots."""
+        for model in self.models:
+            model.begin_again(starts)
 
     @abstractmethod
     def begin(self, plan: StepPlan) -> Draft:

@@ -102,6 +102,8 @@ class CudaExecutor:
             self.target.apply(plan.target_pages)
             if self.drafter is not None:
                 self.drafter.apply(plan.draft_pages)
+                if plan.draft_first is not None:
+                    self.drafter.begin_again(plan.draft_first)
             step = LaunchedStep(plan, self._buffers.popleft(), plan)
             step.events.begin()
             self._steps.append(step)  # so that `discard` gives its buffer back, whatever fails from here on

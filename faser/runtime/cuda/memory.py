@@ -10,7 +10,7 @@ import torch
 
 from faser.errors import ConfigError, EngineError
 from faser.runtime.device import Parts
-from faser.runtime.kv_cache import GIB, require_room, require_useful, useful_pages
+from faser.runtime.kv_cache import GIB, divided_pages, require_room, useful_pages
 
 ADVICE = "lower --kv-memory, --max-batch-tokens or --max-running"
 RESERVED_BYTES = 3 * 2**29  # for graphs, compiled kernels and the allocations of one eager forward
@@ -25,20 +25,21 @@ def explained_shortage(error: type[ConfigError] | type[EngineError]) -> Iterator
         raise error(f"out of GPU memory; {ADVICE} ({str(shortage).splitlines()[0]})") from shortage
 
 
-def fitting_pages(parts: Parts, page_bytes: int, free: int, total: int) -> int:
-    """KV pages of each model. `page_bytes` is the sum of one page of each."""
+def fitting_pages(parts: Parts, page_bytes: int, free: int, total: int, draft_page_bytes: int = 0) -> int:
+    """KV pages of the target. `page_bytes` are those of one page of it, with features where there are."""
     room = free - RESERVED_BYTES
     least = useful_pages(parts.page_size, parts.limits.max_model_len)
     if parts.kv_memory is not None:
         require_room(parts.kv_memory, room)
-        require_useful(parts.kv_memory, page_bytes, parts.page_size, least)
-    elif room < least * page_bytes:
+    elif room < least * (page_bytes + draft_page_bytes):
         raise ConfigError(
             f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free beside the models, too little for KV pages; "
             "lower --max-batch-tokens or --max-running, or use smaller models"
         )
     budget = room if parts.kv_memory is None else parts.kv_memory
-    return min(budget // page_bytes, parts.most_pages)
+    most_draft_pages = parts.limits.most_draft_pages(parts.page_size)
+    pages = divided_pages(budget, page_bytes, draft_page_bytes, most_draft_pages, parts.page_size, least)
+    return min(pages, parts.most_pages)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from faser.arrays import IntArray
-from faser.limits import Limits
+from faser.limits import KeyWindow, Limits
 from faser.models.heads import DraftHead
 from faser.models.transformer import Transformer, matrices_of
 from faser.runtime.cuda import attention, linear
@@ -31,7 +31,7 @@ from faser.runtime.cuda.tiling import Attending, Tiling
 from faser.runtime.cuda.transfer import Staging, send
 from faser.runtime.cuda.vision import CudaEyes, RowAngles
 from faser.runtime.kv_cache import KvFormat, bytes_per_page
-from faser.step import PageWrites
+from faser.step import KeyStarts, PageWrites
 
 HEAD_ROWS = 512  # rows of logits at a time: 300 MB for a vocabulary of 150k
 
@@ -57,7 +57,9 @@ class CudaModel:
         *,
         writes: bool = False,
         kv: KvFormat | None = None,
+        window: KeyWindow | None = None,
     ) -> None:
+        """`window`: what every layer sees of a context, instead of what the model's config says."""
         config, device, dtype = model.config, model.device, model.dtype
         max_requests, max_rows, max_context = limits.max_running, limits.max_batch_tokens, limits.max_model_len
         max_rows = max(least(ROW_BUCKETS, max_rows) or max_rows, 2 * (least(ROW_BUCKETS, max_requests) or max_requests))
@@ -75,6 +77,9 @@ class CudaModel:
         self.choices = Choices.allocate(max_rows, model.head.shape[0], device)
         self._drafting = torch.zeros(max_requests + 1, dtype=torch.int32, device=device)
         self._lengths, self._draft_step = self._drafting[:-1], self._drafting[-1:]
+        self._first_keys = torch.zeros(slots.history.shape[0], dtype=torch.int32, device=device)  # see begin_again
+        windows = (window,) * config.num_layers if window is not None else config.layer_windows
+        self._windows = [self._windowed(each, begins_again=window is not None) for each in windows]
         columns = -(-max_context // page_size)
         self.table = torch.zeros(slots.history.shape[0], columns, dtype=torch.int32, device=device)
         self.slots = slots
@@ -103,7 +108,8 @@ class CudaModel:
         self.logits = torch.zeros(min(max_rows, HEAD_ROWS), model.head.shape[0], dtype=torch.float32, device=device)
         self._rest = torch.zeros(1, dtype=torch.int32, device=device)
         self._linear = linear.LinearWorkspace.allocate(device, matrices_of(model), max_rows)
-        self.tiling = Tiling(model, max_requests, max_rows, max_context)
+        seen = [max_context if each is None else min(max_context, each.span) for each in windows]
+        self.tiling = Tiling(model, max_requests, max_rows, max(seen))
         self._graphs: dict[Shape, Callable[[], None]] = {}
         self._choosing: dict[int, Callable[[], None]] = {}  # graphs of head and sampling, by wanted rows
         self.pages = torch.zeros(0, dtype=self.kv.dtype, device=device)
@@ -123,6 +129,17 @@ class CudaModel:
         if writes.slots.size:
             where = send(np.stack([writes.slots, writes.columns, writes.pages]), self.table.device)
             self.table.index_put_((where[0], where[1]), where[2].int())
+
+    def begin_again(self, starts: KeyStarts) -> None:
+        """From now on, keys of these slots between the sinks and a position do not exist."""
+        where = send(np.stack([starts.slots, starts.positions]), self.table.device)
+        self._first_keys.index_put_((where[0],), where[1].int())
+
+    def _windowed(self, window: KeyWindow | None, begins_again: bool) -> attention.Windowed | None:
+        if window is None:
+            return None
+        model, starts = self.model, self._first_keys if begins_again else None
+        return attention.Windowed(window, starts, model.cos, model.sin, model.config.rope.attention_factor)
 
     def set_requests(
         self,
@@ -322,7 +339,7 @@ class CudaModel:
         for each in attending:
             attention.attend(
                 qkv, pages, self.table, each.tiles, attended, each.workspace, each.config, overlap=self._overlaps,
-                first_key=self.first_key, sees_all=self.sees_all, kv_scales=kv_scales,
+                first_key=self.first_key, sees_all=self.sees_all, kv_scales=kv_scales, windowed=self._windows[index],
             )  # fmt: skip
         linear.linear_residual(attended, layer.out, hidden, layer.out_bias, self._linear, num_sms=num_sms)
         linear.norm_gate_up(

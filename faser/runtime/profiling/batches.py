@@ -34,7 +34,7 @@ class Subject:
 
     executor: Executor
     limits: Limits
-    num_pages: int
+    num_pages: int  # of the target
     page_size: int
     speculates: bool
     has_draft_model: bool
@@ -47,6 +47,7 @@ class Subject:
     draft_memory: DraftMemory | None = None  # where the draft can leave the device
     leaving_bytes: int = 0  # of the draft's weights, as far as they leave
     page_bytes: tuple[int, int] = (0, 0)  # of one KV page of the target and of the draft
+    num_draft_pages: int | None = None  # None: as many as of the target
     assumed: Profile | None = None  # predicts what was not measured (faser/runtime/profiling/assumed.py)
 
     @property

@@ -45,7 +45,7 @@ class Samples:
     def add(self, several: Iterable[Measured]) -> None:
         graphs = self._subject.how.graph_rows
         for measured in several:
-            plan, work = measured.plan, work_of(measured.plan)
+            plan, work = measured.plan, work_of(measured.plan, self._subject.limits.draft_span)
             only_decodes = not work.prompt_rows and (not graphs or work.rows <= graphs[-1])
             if only_decodes:
                 rows = self._subject.graph_size(work.rows)

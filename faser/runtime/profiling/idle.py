@@ -97,7 +97,8 @@ class IdleProfiler:
     def _can_fit(self, batch: Batch) -> bool:
         """Whether the pool is large enough. A profile at start lets requests share pages; served requests cannot."""
         pages = -(-self._num_tokens(batch) // self._subject.page_size)
-        return int(pages.sum()) <= self._subject.num_pages
+        subject = self._subject
+        return int(pages.sum()) <= min(subject.num_pages, subject.num_draft_pages or subject.num_pages)
 
     def _measure(self, batch: Batch) -> Measured | None:
         """One step on lent pages; None if there are too few."""

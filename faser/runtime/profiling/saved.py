@@ -39,6 +39,7 @@ def describe(
     """Everything that the seconds of a profile depend on."""
     is_gpu = target.device.type == "cuda"
     hardware = torch.cuda.get_device_name(target.device) if is_gpu else f"{processor_name()}, {available_cpus()} CPUs"
+    window = {} if limits.draft_window is None else {"draft_window": limits.draft_window.size}
     return {
         "hardware": hardware,
         "target": _shape(target) + (f", keys and values in {target_kv}" if target_kv.is_rounded else ""),
@@ -49,6 +50,7 @@ def describe(
         "page_size": page_size,
         "faser": faser_version(),
         "torch": str(torch.__version__),
+        **window,
     }
 
 

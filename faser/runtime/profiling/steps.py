@@ -147,8 +147,10 @@ class Steps:
         return isinstance(executor, AsyncExecutor) and executor.may_run_ahead(plan)
 
     def _plan_with_pages(self, batch: Batch) -> StepPlan:
-        pages = self._pages(batch)
-        draft_pages = pages if self._subject.has_draft_model else NO_WRITES
+        pages, draft_pages = self._pages(batch), NO_WRITES
+        if self._subject.has_draft_model:
+            num_pages = self._subject.num_draft_pages or self._subject.num_pages
+            draft_pages = replace(pages, pages=pages.pages % num_pages)
         return replace(self.plan(batch), target_pages=pages, draft_pages=draft_pages)
 
     def _pages(self, batch: Batch) -> PageWrites:

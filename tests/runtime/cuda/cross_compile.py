@@ -16,11 +16,12 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from faser.limits import KeyWindow
 from faser.models.config import Rope
 from faser.models.quantised.placement import for_gpu
 from faser.models.transformer import Transformer
 from faser.runtime.cuda import linear, quantised
-from faser.runtime.cuda.attention import AttentionConfig, Memory, Tiles, attend, rotate_and_write
+from faser.runtime.cuda.attention import AttentionConfig, Memory, Tiles, Windowed, attend, rotate_and_write
 from faser.runtime.cuda.compile import compile_all
 from faser.runtime.cuda.linear import rms_norm, silu_mul
 from faser.runtime.cuda.linear_plans import CUBLAS, Plan
@@ -64,7 +65,12 @@ def rows(size: int) -> torch.Tensor:
 
 
 def attend_with(
-    rows_per_tile: int, num_splits: int, num_tiles: int, dtype: torch.dtype = torch.bfloat16, block_m: int = 16
+    rows_per_tile: int,
+    num_splits: int,
+    num_tiles: int,
+    windowed: Windowed | None = None,
+    block_m: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """Rows of two heads of 16 over pages of 4."""
     config = AttentionConfig(rows_per_tile, block_m, 16, num_splits, num_splits, 16, 4, 2)
@@ -72,7 +78,21 @@ def attend_with(
     counts = torch.zeros(9, dtype=torch.int32)
     tiles = Tiles(*(counts[:num_tiles] for _ in range(6)), counts[num_tiles : num_tiles + 1])
     workspace = Memory("cpu").workspace(config, 8, num_tiles, 2, 1, 16)
-    attend(qkv, pages, torch.zeros(4, 16, dtype=torch.int32), tiles, rows(32), workspace, config)
+    table = torch.zeros(4, 16, dtype=torch.int32)
+    attend(qkv, pages, table, tiles, rows(32), workspace, config, windowed=windowed)
+
+
+def windows() -> list[Callable[[], None]]:
+    """A draft with sinks and a target without, in small tiles and in large ones."""
+    starts, turns = torch.zeros(4, dtype=torch.int32), torch.zeros(64, 8)
+    draft = Windowed(KeyWindow(24, 4), starts, turns, turns, 1.0)
+    target = Windowed(KeyWindow(24), None, turns, turns, 1.0)
+    shapes = [(1, 1, 1, 16), (8, 3, 1, 16), (32, 3, 1, 64)]
+    return [
+        partial(attend_with, rows, splits, tiles, each, block)
+        for each in (draft, target)
+        for rows, splits, tiles, block in shapes
+    ]
 
 
 def seeing() -> list[Callable[[], None]]:
@@ -100,8 +120,8 @@ def rounded_kv() -> list[Callable[[], None]]:
         torch.zeros(9, 8),
     )
     return [
-        lambda: attend_with(1, 2, 1, ROUNDED),
-        lambda: attend_with(32, 2, 1, ROUNDED, block_m=64),
+        lambda: attend_with(1, 2, 1, dtype=ROUNDED),
+        lambda: attend_with(32, 2, 1, dtype=ROUNDED, block_m=64),
         lambda: rotate_and_write(qkv, *places, angles, angles, pages, overlap=True, kv_scales=(0.5, 0.25)),
         lambda: rotate_and_write(qkv, *places, angles, angles, pages, overlap=True, kv_scales=(2.0, 4.0)),
         lambda: move_pages(pages[None], PageMoves(np.zeros(1, np.int64), np.ones(1, np.int64))),
@@ -157,6 +177,8 @@ def main() -> None:
     found["looking up"] = cubins()
     compile_all(rounded_kv())
     found["rounded KV"] = cubins()
+    compile_all(windows())
+    found["windows"] = cubins()
     compile_all(quantised_products())
     print(json.dumps({**found, "quantised": cubins(), "untouched": bool((out == 7).all())}))
 

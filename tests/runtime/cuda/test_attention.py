@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="pip install triton")
 
+from faser.limits import KeyWindow
 from faser.models.config import Rope
 from faser.models.layers import rms_norm_heads_, rope_tables, rotate
 from faser.runtime.cuda import attention
@@ -93,7 +94,7 @@ def make_tiles(step, rows_per_tile):
                  padded([request.size], 0, 0, device))  # fmt: skip
 
 
-def attend(step, config, first_key=0, **more):
+def attend(step, config, first_key=0, windowed=None, **more):
     """The kernel's result for the real rows; the padding must be unchanged."""
     shape, device = step.shape, step.qkv.device
     tiles = make_tiles(step, config.rows_per_tile)
@@ -104,7 +105,8 @@ def attend(step, config, first_key=0, **more):
     workspace.log_sums.fill_(torch.nan)
     for _ in range(2):  # the second finds the workspace as the first left it
         out[: step.num_rows] = torch.nan
-        attention.attend(step.qkv, step.pages, step.table, tiles, out, workspace, config, first_key=first_key, **more)
+        more |= {"first_key": first_key, "windowed": windowed}
+        attention.attend(step.qkv, step.pages, step.table, tiles, out, workspace, config, **more)
     assert (out[step.num_rows :] == 7).all()
     assert not workspace.arrived.any()
     return out[: step.num_rows]
@@ -414,3 +416,72 @@ def test_the_chosen_tile_holds_its_rows_and_splits_fill_the_device(dtype, head_d
             assert config.min_split % config.block_n == 0
             if num_requests == 1 and rows == 1:
                 assert config.num_splits * num_kv_heads >= 32
+
+
+YARN = Rope(500.0, "yarn", 4.0, 32, attention_factor=1.3)
+
+
+def windowed_attend(step, windowed):
+    """As plain_attend, with the keys of each row's window, and queries that turn back to the sinks."""
+    shape, window = step.shape, windowed.window
+    out = torch.zeros(step.num_rows, shape.num_heads, shape.head_dim)
+    pages, qkv = step.pages.cpu().float(), step.qkv.cpu().float()
+    cos, sin = (each.cpu() / windowed.factor for each in (windowed.cos, windowed.sin))
+    for row, request, position in step.rows():
+        start = 0 if windowed.starts is None else int(windowed.starts[step.slots[request]])
+        run = range(max(window.sinks, position - window.size + 1, start), position + 1)
+        near = qkv[row, : shape.num_heads].clone()
+        if window.sinks:
+            back = max(0, position - (window.span - 1))
+            rotate(near[None], cos[back][None, None], -sin[back][None, None])
+        keys = [*range(min(window.sinks, position + 1)), *run]
+        seen = torch.stack([pages[step.entry(request, key)] for key in keys])
+        is_sink = torch.tensor([key < window.sinks for key in keys])
+        for head in range(shape.num_heads):
+            kv_head = head // (shape.num_heads // shape.num_kv_heads)
+            scores = torch.where(is_sink, seen[:, kv_head] @ near[head], seen[:, kv_head] @ qkv[row, head])
+            weights = (scores * shape.head_dim**-0.5).softmax(0)
+            out[row, head] = weights @ seen[:, shape.num_kv_heads + kv_head]
+    return out.flatten(1)
+
+
+def assert_attends_windowed(step, config, window, starts=None):
+    """What no row sees is another request's, or has no page."""
+    device = step.qkv.device
+    cos, sin = rope_tables(YARN, step.shape.head_dim, COLUMNS * PAGE_SIZE, device)
+    if starts is not None:
+        starts = torch.tensor(starts, dtype=torch.int32, device=device)
+    windowed = attention.Windowed(window, starts, cos, sin, YARN.attention_factor)
+    write_rows(step)
+    for request, (start, _) in enumerate(step.requests):
+        begin = 0 if starts is None else int(starts[step.slots[request]])
+        unseen = max(window.sinks, start - window.size + 1, begin)
+        for key in range(window.sinks, min(unseen, start)):
+            step.pages[step.entry(request, key)] = torch.nan
+        step.table[step.slots[request], -(-window.sinks // PAGE_SIZE) : unseen // PAGE_SIZE] = 10**9
+    found, wanted = attend(step, config, windowed=windowed).float().cpu(), windowed_attend(step, windowed)
+    tolerance = TOLERANCE[step.qkv.dtype]
+    torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("window", [KeyWindow(9, 3), KeyWindow(20), KeyWindow(33, 6), KeyWindow(90, 5)])
+@pytest.mark.parametrize(("rows_per_tile", "num_splits"), [(1, 1), (4, 3)])
+def test_rows_attend_to_sinks_and_windows_alone(place, window, rows_per_tile, num_splits):
+    requests = DECODES if rows_per_tile == 1 else MIXED
+    assert_attends_windowed(make_step(Shape(), requests, place), config_of(Shape(), rows_per_tile, num_splits), window)
+
+
+@pytest.mark.parametrize("window", [KeyWindow(40, 2), KeyWindow(17)])
+def test_large_tiles_mask_only_the_ends_of_windows(place, window):
+    requests = [(0, 70), (50, 30), (90, 1)]
+    assert_attends_windowed(make_step(Shape(), requests, place), config_of(Shape(), 16), window)
+    assert_attends_windowed(make_step(Shape(), requests, place, seed=1), config_of(Shape(), 32, 3), window)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_keys_before_a_new_beginning_do_not_exist(place, num_splits):
+    step = make_step(Shape(), [(60, 3), (75, 1), (40, 2), (2, 1)], place)
+    starts = [0] * NUM_SLOTS
+    for request, begin in enumerate([52, 75, 0, 0]):
+        starts[step.slots[request]] = begin
+    assert_attends_windowed(step, config_of(Shape(), 4, num_splits), KeyWindow(24, 3), starts)

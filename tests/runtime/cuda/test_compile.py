@@ -51,6 +51,10 @@ def test_the_kernels_of_a_target_with_eyes_compile(compiled):
     assert {"_replace_kernel", "_angles_kernel", "rotate_kernel"} <= set(compiled["seeing"])
 
 
+def test_attention_over_windows_compiles(compiled):
+    assert Counter(compiled["windows"]) - Counter(compiled["rounded KV"]) == {"attend_kernel": 6}
+
+
 def test_the_kernel_of_prompt_lookup_compiles(compiled):
     assert compiled["looking up"].count("_write_kernel") == 1
 

@@ -240,3 +240,20 @@ def test_synthetic_acceptance_can_differ_by_position():
     stats = engine.stats
     assert stats.verified_per_position[1] > 0
     assert stats.accepted_per_position.tolist() == stats.verified_per_position[:1].tolist()
+
+
+def test_a_windowed_draft_drafts_as_on_the_cpu(device):
+    """A window of 64 in contexts of up to 110 tokens; late ones begin again at their windows."""
+    config = replace(CONFIGS["llama3"], head_dim=16, num_layers=1)
+    target = Transformer.random(config, 0, std=0.3)
+    draft = make_draft(target)
+    sizes = {"max_running": 3, "max_batch_tokens": 128, "max_step_ms": 0, "page_size": 4, "num_pages": 100}
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    requests = [Request(id="long", prompt_token_ids=tuple(range(3, 48)) * 2, params=params, seed=0)]
+    options = EngineOptions(policy=Fixed(2), draft_window=64, **sizes)
+    expected = serve(build_engine(target, draft, options), requests)
+    engine = make_engine(device, target, draft, Fixed(2), draft_window=64, **sizes)
+    outcome = serve(engine, requests)
+    assert outcome.tokens == expected.tokens == reference(target, requests).tokens
+    assert outcome.total.accepted > 0
+    assert outcome.stats == expected.stats, "the same drafts"

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from faser.build import build_engine, load_pair
 from faser.config import EngineOptions
 from faser.errors import ConfigError, EngineError
+from faser.limits import KeyWindow, Limits
 from faser.models import weights
 from faser.models.transformer import Transformer
 from faser.policy import Fixed
@@ -76,9 +77,7 @@ def test_models_in_memory_are_refused_for_their_heads_by_name(head_dim):
 
 
 def parts(kv_memory, max_model_len=4096):
-    return SimpleNamespace(
-        kv_memory=kv_memory, page_size=16, limits=SimpleNamespace(max_model_len=max_model_len), most_pages=1000
-    )
+    return SimpleNamespace(kv_memory=kv_memory, page_size=16, limits=Limits(8, 64, max_model_len), most_pages=1000)
 
 
 MIB = 2**20
@@ -88,6 +87,14 @@ def test_pages_on_a_gpu_are_those_of_the_budget():
     assert fitting_pages(parts(100 * MIB), MIB, 8 * GIB, 9 * GIB) == 100
     assert fitting_pages(parts(None), MIB, RESERVED_BYTES + 70 * MIB, 9 * GIB) == 70
     assert fitting_pages(parts(4 * GIB), MIB, 8 * GIB, 9 * GIB) == 1000, "more could never be used"
+
+
+def test_what_a_windowed_draft_leaves_goes_to_the_target_of_a_gpu():
+    windowed = parts(None)
+    windowed.limits = Limits(2, 64, 4096, draft_window=KeyWindow(100, 4))
+    room = RESERVED_BYTES + 120 * MIB
+    assert fitting_pages(parts(None), MIB, room, 9 * GIB, MIB) == 60
+    assert fitting_pages(windowed, MIB, room, 9 * GIB, MIB) == 120 - windowed.limits.most_draft_pages(16) == 100
 
 
 @pytest.mark.parametrize(
