@@ -41,7 +41,8 @@ def compile_all(runs: Iterable[Callable[[], None]], update: Update = lambda done
     """
     if knobs.runtime.interpret:
         return
-    with _Compilers(len(os.sched_getaffinity(0))) as compilers, AsyncCompileMode(compilers, ignore_errors=True):
+    num_threads = len(os.sched_getaffinity(0))
+    with _one_parser(), _Compilers(num_threads) as compilers, AsyncCompileMode(compilers, ignore_errors=True):
         try:
             with _dry_launches():
                 for run in runs:
@@ -52,6 +53,22 @@ def compile_all(runs: Iterable[Callable[[], None]], update: Update = lambda done
             compilers.start()
         for done, _ in enumerate(as_completed(compilers.futures)):
             update(done + 1, len(compilers.futures))
+
+
+@contextmanager
+def _one_parser() -> Iterator[None]:
+    """Python source is parsed by one thread at a time: Python 3.11 fails now and then if two threads do it."""
+    parse, lock = JITFunction.parse, threading.Lock()
+
+    def parse_alone(kernel: Any) -> Any:
+        with lock:
+            return parse(kernel)
+
+    JITFunction.parse = parse_alone
+    try:
+        yield
+    finally:
+        JITFunction.parse = parse
 
 
 @contextmanager
