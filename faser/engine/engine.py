@@ -92,6 +92,7 @@ class Engine:
         self._async = executor if isinstance(executor, AsyncExecutor) else None
         self._running: deque[_RunningStep] = deque()  # oldest first; two at most
         self._last_ended = float("-inf")  # when the latest step ended
+        self._untold: list[Progress] = []  # of a step that was committed, until `step` returns it
         self._clock = clock
         self._on_idle = on_idle
         self._on_close = on_close
@@ -157,7 +158,7 @@ class Engine:
         """Wait for the oldest step, commit it, and learn from what it took."""
         step = self._running.popleft()
         result = self._async.collect() if self._async is not None else self.executor.execute(step.executed)
-        plan, progress = self.scheduler.commit(step.plan, result)
+        plan, self._untold = self.scheduler.commit(step.plan, result)
         ended = self._clock()
         started = max(step.started, self._last_ended)  # a step planned ahead begins when the one before it ends
         self._last_ended = ended
@@ -165,7 +166,12 @@ class Engine:
         predicted = step.predicted if drafted is plan else self._predict(drafted)
         self._learn(step.executed, drafted, result, ended - started)
         planned = started + step.planned - step.started
+        progress = self._untold
         self.stats.record(drafted, result, progress, started=started, planned=planned, ended=ended, predicted=predicted)
+        return self._take_untold()
+
+    def _take_untold(self) -> list[Progress]:
+        progress, self._untold = self._untold, []
         return progress
 
     def _predict(self, plan: StepPlan) -> float | None:
@@ -182,12 +188,15 @@ class Engine:
                 self.scheduler.drafts.pace.learn(plan, result.seconds, seconds)
         self.scheduler.drafts.teach_policy(plan, result, without_encoding)
 
-    def abandon(self, reason: FinishReason = FinishReason.FAILED) -> list[Progress]:
-        """End every open request; the engine is then empty and usable again."""
+    def abandon(self, reason: FinishReason = FinishReason.FAILED, keep_waiting: bool = False) -> list[Progress]:
+        """End every open request, or only those that run. The engine is then usable again.
+
+        What a step did before it raised is told too: requests may have ended in it.
+        """
         self._running.clear()
         if self._async is not None:
             self._async.discard()
-        return self.scheduler.abandon(reason)
+        return [*self._take_untold(), *self.scheduler.abandon(reason, keep_waiting)]
 
     def close(self) -> None:
         self._on_close()

@@ -55,6 +55,7 @@ log = logging.getLogger("faser.engine")
 SNAPSHOT_SECONDS = 0.1
 REST_SECONDS = 1.0  # without requests, before the scheduler's state is checked
 MAX_STEP_FAILURES = 3  # in a row; then the engine ends
+DEVICE_LOST = "the device failed, and nothing that it holds can be trusted"
 PIECES_SECONDS = 0.01  # between two steps, to read a frame that arrives in pieces
 _READ_BYTES = 1 << 20
 
@@ -123,25 +124,34 @@ class Worker:
         """Use an idle moment; returns whether there is more to do. An error is logged and harms no request."""
         try:
             return self._engine.use_idle_moment()
-        except Exception:
+        except Exception as error:
             log.exception("work in an idle moment failed")
+            if is_device_lost(error):
+                raise FaserError(DEVICE_LOST) from error
             return False
 
     def _step(self) -> list[Progress]:
         try:
             progress = self._engine.step()
         except Exception as error:
-            return self._fail_all(error)
+            return self._fail_running(error)
         self._failed_in_a_row = 0
         return progress
 
-    def _fail_all(self, error: Exception) -> list[Progress]:
-        """A step that raises fails its requests, with a reason. Several in a row end the engine."""
+    def _fail_running(self, error: Exception) -> list[Progress]:
+        """A step that raises fails its requests, with a reason; those that wait go on waiting.
+
+        The engine ends where it cannot be trusted any more: after several failed steps in a row, after an error of the
+        device, and if the scheduler's books do not agree. Then every open request is told so, and another is started.
+        """
         log.exception("a step failed")
+        if is_device_lost(error):
+            raise FaserError(DEVICE_LOST) from error
         self._step_failures += 1
         self._failed_in_a_row += 1
         reason = f"a step of the engine failed ({type(error).__name__})"
-        ended = [_with_error(item, reason) for item in self._engine.abandon(FinishReason.FAILED)]
+        ended = [_with_error(item, reason) for item in self._engine.abandon(FinishReason.FAILED, keep_waiting=True)]
+        self._engine.scheduler.check()
         if self._failed_in_a_row >= MAX_STEP_FAILURES:
             self._send(ended, is_last=True)
             raise FaserError(f"{self._failed_in_a_row} steps failed in a row; the last: {error}") from error
@@ -221,6 +231,18 @@ class Worker:
             self._connection.sendall(frame(message))
         except (BrokenPipeError, ConnectionResetError):
             self._open = False
+
+
+def is_device_lost(error: BaseException) -> bool:
+    """Whether this is an error of CUDA, after which a process can do nothing more on the device.
+
+    By name, because this module does not import torch: torch.AcceleratorError, and the texts of torch and Triton. A
+    lack of memory is none: it leaves the device as it was.
+    """
+    names, text = {kind.__name__ for kind in type(error).__mro__}, str(error)
+    if "OutOfMemoryError" in names or "out of memory" in text:
+        return False
+    return "AcceleratorError" in names or "CUDA error" in text or "Triton Error [CUDA]" in text
 
 
 def _with_error(item: Progress, reason: str) -> Progress:

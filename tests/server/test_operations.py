@@ -35,10 +35,13 @@ def open_stream(server, **fields):
 
 
 @contextmanager
-def raw_request(server, body: bytes, length: int | None = None):
-    """A request on a socket of its own, sent but not read."""
+def raw_request(server, body: bytes, length: int | None = None, receive_bytes: int | None = None):
+    """A request on a socket of its own, sent but not read. `receive_bytes`: what the system keeps of an answer."""
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
+    with socket.socket() as connection:
+        if receive_bytes is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        connection.connect((host, int(port)))
         length = len(body) if length is None else length
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {length}\r\n\r\n"
         connection.sendall(head.encode() + body)
