@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 
 from faser.cost.profiled_cost import ProfiledCost
 from faser.cost.step_cost import StepCost
+from faser.engine.activity import Activity
 from faser.engine.residency import Place, Residency
 from faser.engine.scheduler import Scheduler
 from faser.engine.slots import OutputChecker
@@ -89,6 +90,9 @@ class Engine:
         self.exits = exits
         self.residency = residency
         self.on_plan: Callable[[], None] = lambda: None  # called when a step is planned, before its result is awaited
+        self.on_activity: Callable[[Activity, StepPlan | None, float | None], None] = lambda *_: (
+            None
+        )  # plan, prediction
         self._async = executor if isinstance(executor, AsyncExecutor) else None
         self._running: deque[_RunningStep] = deque()  # oldest first; two at most
         self._last_ended = float("-inf")  # when the latest step ended
@@ -111,6 +115,7 @@ class Engine:
         """Do a little of the work that needs an idle engine; whether there is more of it."""
         if self.has_work:
             return False
+        self.on_activity(Activity.IDLE_WORK, None, None)
         if self.residency is not None:
             is_moving = self.residency.proceed()
             if self.residency.place is not Place.RESIDENT:
@@ -125,6 +130,7 @@ class Engine:
     def step(self) -> list[Progress]:
         """Run one step. If it raises, call `abandon`: the open requests cannot go on."""
         if self.residency is not None:
+            self.on_activity(Activity.MOVING, None, None)
             self.residency.proceed()
         if not self._running and not self._launch():
             return self.scheduler.take_ended()
@@ -135,6 +141,7 @@ class Engine:
     def _launch(self) -> bool:
         """Plan a step, and let an asynchronous executor begin with it; False where there is nothing to do."""
         started = self._clock()
+        self.on_activity(Activity.PLANNING, None, None)
         plan = self.scheduler.plan()
         if plan is None:
             return False
@@ -157,7 +164,9 @@ class Engine:
     def _land(self) -> list[Progress]:
         """Wait for the oldest step, commit it, and learn from what it took."""
         step = self._running.popleft()
+        self.on_activity(Activity.EXECUTING, step.executed, step.predicted)
         result = self._async.collect() if self._async is not None else self.executor.execute(step.executed)
+        self.on_activity(Activity.COMMITTING, None, None)
         plan, self._untold = self.scheduler.commit(step.plan, result)
         ended = self._clock()
         started = max(step.started, self._last_ended)  # a step planned ahead begins when the one before it ends

@@ -1,8 +1,8 @@
 """The engine's process: frames in, steps, frames out.
 
 Reads frames between two steps, so a cancelled request leaves before the next step is planned. Ends when its socket
-closes: an engine never outlives its server. Run as `python -m faser.server.worker FD FACTORY`; FACTORY
-(module:function) makes a `Served` from a `Start`.
+closes: an engine never outlives its server. Run as `python -m faser.server.worker FD FACTORY NOTE`; FACTORY
+(module:function) makes a `Served` from a `Start`, NOTE is the descriptor of memory that the HTTP process reads too.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from faser.engine.activity import Activity
 from faser.engine.engine import Engine
 from faser.engine.residency import Place
 from faser.errors import FaserError, InvalidRequest
@@ -46,6 +47,7 @@ from faser.server.messages import (
     ToEngine,
     frame,
 )
+from faser.server.watchdog import SIZE, Note
 from faser.text.tokenizer import StopChecker, Tokenizer
 from faser.threads import prepare_openmp
 from faser.vision import Vision
@@ -74,7 +76,13 @@ class Served:
 class Worker:
     """One engine and its socket."""
 
-    def __init__(self, served: Served, connection: socket.socket, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self,
+        served: Served,
+        connection: socket.socket,
+        clock: Callable[[], float] = monotonic,
+        note: Note | None = None,
+    ) -> None:
         self._engine = served.engine
         self._tokenizer = served.tokenizer
         self._connection = connection
@@ -87,7 +95,9 @@ class Worker:
         self._failed_in_a_row = 0
         self._running = 0  # as last sent
         self._open = True
+        self._note = note or Note(bytearray(SIZE))
         self._engine.on_plan = self._tell_running
+        self._engine.on_activity = self._note.enter
 
     def run(self) -> None:
         """Serve until the HTTP process closes the socket.
@@ -144,7 +154,7 @@ class Worker:
         The engine ends where it cannot be trusted any more: after several failed steps in a row, after an error of the
         device, and if the scheduler's books do not agree. Then every open request is told so, and another is started.
         """
-        log.exception("a step failed")
+        log.exception("a step failed; the engine was %s", self._note.read().text(monotonic()))
         if is_device_lost(error):
             raise FaserError(DEVICE_LOST) from error
         self._step_failures += 1
@@ -166,6 +176,8 @@ class Worker:
         but running requests wait no longer than PIECES_SECONDS between two steps.
         """
         arrived, end = False, inf
+        if timeout != 0:
+            self._note.enter(Activity.WAITING)
         while self._open and self._poll.poll(None if timeout is None else 1e3 * timeout):
             data = self._connection.recv(_READ_BYTES)
             self._open, arrived, timeout = bool(data), True, 0
@@ -215,6 +227,7 @@ class Worker:
         now = self._clock()
         due = now - self._last_snapshot >= SNAPSHOT_SECONDS or is_last
         if progress or due:
+            self._note.enter(Activity.SENDING)
             snapshot = take_snapshot(self._engine, now, self._step_failures) if due else None
             self._last_snapshot = now if due else self._last_snapshot
             self._write(Outputs(progress, snapshot))
@@ -285,7 +298,7 @@ def _copied(kind: type[_Totals], stats: object) -> _Totals:
 
 def main() -> int:
     prepare_openmp()
-    descriptor, factory = int(sys.argv[1]), sys.argv[2]
+    descriptor, factory, note = int(sys.argv[1]), sys.argv[2], Note.at(int(sys.argv[3]))
     faulthandler.register(TRACE_SIGNAL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server closes the socket when the engine should end
     connection = socket.socket(fileno=descriptor)
@@ -301,7 +314,7 @@ def main() -> int:
         return 1
     with connection:
         connection.sendall(frame(served.about))
-        Worker(served, connection).run()
+        Worker(served, connection, note=note).run()
     served.engine.close()
     return 0
 

@@ -158,7 +158,11 @@ def test_the_log_says_what_a_hung_engine_was_doing(paced):
         status, answer = server.post("/v1/completions", {"prompt": [HANGS]})
         assert (status, answer["error"]["code"]) == (503, "engine_failed")
         eventually(lambda: server.get("/health")[0] == 200, "a new engine is up")
-        assert re.search(r"silent for \d+ s \(1 requests in the batch, 0 waiting\); its stack follows", server.log)
+        said = (
+            r"silent for \d+ s \(1 requests in the batch, 0 waiting\); it was executing a step for \d+\.\d s \(step 1: "
+        )
+        assert re.search(said + r"1 requests, 1 rows\); its stack follows", server.log)
+        assert "the engine is gone; it was executing a step" in server.log
         assert re.search(r'File ".*paced_engine\.py", line \d+ in execute', server.log)
 
 
