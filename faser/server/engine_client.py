@@ -289,10 +289,9 @@ class EngineClient:
         return was_ready, f"the engine process ended ({endings.status(code)})", advice
 
     async def _spawn(self, lost: asyncio.Future[None]) -> None:
-        ours, theirs = socket_pair()
-        if self._watchdog is not None:
-            self._watchdog.close()
+        self._forget_watchdog()
         self._watchdog = Watchdog()
+        ours, theirs = socket_pair()
         given = [theirs.fileno(), self._watchdog.descriptor]
         names = [str(given[0]), self._options.engine_factory, str(given[1])]
         with theirs:
@@ -332,6 +331,9 @@ class EngineClient:
             self._transport.close()
         if self._process is not None:
             await asyncio.to_thread(_reap, self._process)
+        self._forget_watchdog()
+
+    def _forget_watchdog(self) -> None:
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None
