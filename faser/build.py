@@ -254,9 +254,8 @@ def build_engine(
     residency = Residency(scheduler, memory, perf_counter) if memory is not None else None
     engine = partial(Engine, scheduler, made.executor, cost=cost, residency=residency)
     if cost is not None and cost.profile.kind == "quick":
-        engine = partial(
-            engine, on_idle=IdleProfiler(_subject(made), cost, scheduler, _about(made), saved_profiles.keep)
-        )
+        keep = saved_profiles.keep_in_background
+        engine = partial(engine, on_idle=IdleProfiler(_subject(made), cost, scheduler, _about(made), keep))
     exits = _make_exits(made, options, cost)
     if exits is None:
         return engine()

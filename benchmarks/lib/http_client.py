@@ -139,6 +139,27 @@ def resident_bytes(pid: int) -> int:
         return 0
 
 
+def mapped_bytes(pid: int) -> dict[str, int]:
+    """Resident memory by what is mapped: the C library's heap, anonymous memory, files, devices and shared memory."""
+    found = {"heap": 0, "anonymous": 0, "files": 0, "devices and shared": 0}
+    kind = "anonymous"
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):  # a mapping: address, rights, offset, device, inode, name
+            kind = _kind_of(words[5] if len(words) > 5 else "")
+        elif words[0] == "Rss:":
+            found[kind] += 1024 * int(words[1])
+    return found
+
+
+def _kind_of(name: str) -> str:
+    if name == "[heap]":
+        return "heap"
+    if name.startswith(("/dev/", "/memfd:")):
+        return "devices and shared"
+    return "files" if name.startswith("/") else "anonymous"
+
+
 def _stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat after the name, which may hold spaces: state, parent, …"""
     try:

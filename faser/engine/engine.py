@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 
 from faser.cost.profiled_cost import ProfiledCost
 from faser.cost.step_cost import StepCost
+from faser.engine.activity import Activity
 from faser.engine.residency import Place, Residency
 from faser.engine.scheduler import Scheduler
 from faser.engine.slots import OutputChecker
@@ -89,9 +90,13 @@ class Engine:
         self.exits = exits
         self.residency = residency
         self.on_plan: Callable[[], None] = lambda: None  # called when a step is planned, before its result is awaited
+        self.on_activity: Callable[[Activity, StepPlan | None, float | None], None] = lambda *_: (
+            None
+        )  # plan, prediction
         self._async = executor if isinstance(executor, AsyncExecutor) else None
         self._running: deque[_RunningStep] = deque()  # oldest first; two at most
         self._last_ended = float("-inf")  # when the latest step ended
+        self._untold: list[Progress] = []  # of a step that was committed, until `step` returns it
         self._clock = clock
         self._on_idle = on_idle
         self._on_close = on_close
@@ -110,6 +115,7 @@ class Engine:
         """Do a little of the work that needs an idle engine; whether there is more of it."""
         if self.has_work:
             return False
+        self.on_activity(Activity.IDLE_WORK, None, None)
         if self.residency is not None:
             is_moving = self.residency.proceed()
             if self.residency.place is not Place.RESIDENT:
@@ -124,6 +130,7 @@ class Engine:
     def step(self) -> list[Progress]:
         """Run one step. If it raises, call `abandon`: the open requests cannot go on."""
         if self.residency is not None:
+            self.on_activity(Activity.MOVING, None, None)
             self.residency.proceed()
         if not self._running and not self._launch():
             return self.scheduler.take_ended()
@@ -134,6 +141,7 @@ class Engine:
     def _launch(self) -> bool:
         """Plan a step, and let an asynchronous executor begin with it; False where there is nothing to do."""
         started = self._clock()
+        self.on_activity(Activity.PLANNING, None, None)
         plan = self.scheduler.plan()
         if plan is None:
             return False
@@ -156,8 +164,10 @@ class Engine:
     def _land(self) -> list[Progress]:
         """Wait for the oldest step, commit it, and learn from what it took."""
         step = self._running.popleft()
+        self.on_activity(Activity.EXECUTING, step.executed, step.predicted)
         result = self._async.collect() if self._async is not None else self.executor.execute(step.executed)
-        plan, progress = self.scheduler.commit(step.plan, result)
+        self.on_activity(Activity.COMMITTING, None, None)
+        plan, self._untold = self.scheduler.commit(step.plan, result)
         ended = self._clock()
         started = max(step.started, self._last_ended)  # a step planned ahead begins when the one before it ends
         self._last_ended = ended
@@ -165,7 +175,12 @@ class Engine:
         predicted = step.predicted if drafted is plan else self._predict(drafted)
         self._learn(step.executed, drafted, result, ended - started)
         planned = started + step.planned - step.started
+        progress = self._untold
         self.stats.record(drafted, result, progress, started=started, planned=planned, ended=ended, predicted=predicted)
+        return self._take_untold()
+
+    def _take_untold(self) -> list[Progress]:
+        progress, self._untold = self._untold, []
         return progress
 
     def _predict(self, plan: StepPlan) -> float | None:
@@ -182,12 +197,15 @@ class Engine:
                 self.scheduler.drafts.pace.learn(plan, result.seconds, seconds)
         self.scheduler.drafts.teach_policy(plan, result, without_encoding)
 
-    def abandon(self, reason: FinishReason = FinishReason.FAILED) -> list[Progress]:
-        """End every open request; the engine is then empty and usable again."""
+    def abandon(self, reason: FinishReason = FinishReason.FAILED, keep_waiting: bool = False) -> list[Progress]:
+        """End every open request, or only those that run. The engine is then usable again.
+
+        What a step did before it raised is told too: requests may have ended in it.
+        """
         self._running.clear()
         if self._async is not None:
             self._async.discard()
-        return self.scheduler.abandon(reason)
+        return [*self._take_untold(), *self.scheduler.abandon(reason, keep_waiting)]
 
     def close(self) -> None:
         self._on_close()

@@ -199,8 +199,8 @@ class Scheduler:
         self._in_flight.free_held()
         return Committed(landed.settled, self.take_ended())
 
-    def abandon(self, reason: FinishReason) -> list[Progress]:
-        """End every open request, whatever state a failed step left it in."""
+    def abandon(self, reason: FinishReason, keep_waiting: bool = False) -> list[Progress]:
+        """End every open request, whatever state a failed step left it in. `keep_waiting`: only those that run."""
         for moves in self._in_flight.clear():
             self.target_pages.forget(moves.destinations)
         self.num_landed = self.num_planned
@@ -209,7 +209,8 @@ class Scheduler:
             self.drafts.windows.forget()
         self._cancelling = []
         for request in list(self._requests.values()):
-            self._drop(request, reason, publish=False)  # rows and moves of the steps in flight may not have been made
+            if request.runs or not keep_waiting:
+                self._drop(request, reason, publish=False)  # what the steps in flight computed or moved is not known
         if self.vision is not None:
             self.vision.abandon()
         self.retained.clear()

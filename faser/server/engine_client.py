@@ -40,6 +40,7 @@ from faser.server.messages import (
     large_frame,
     socket_pair,
 )
+from faser.server.watchdog import Watchdog
 
 log = logging.getLogger("faser.server")
 
@@ -129,6 +130,7 @@ class EngineClient:
         self._ids = count()
         self._transport: asyncio.WriteTransport | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._watchdog: Watchdog | None = None  # of the latest engine
         self._closing = False
         self._was_hung = False  # the engine that ended last was killed as hung
         self._last_frame = monotonic()  # when the engine last sent a frame, or got its first request
@@ -222,16 +224,28 @@ class EngineClient:
         self.cancel(list(self._tracks.values()), FinishReason.FAILED)
 
     def check_alive(self) -> None:
-        """Kill a hung engine. An engine with open requests sends a frame after every step: long silence means hung."""
-        silent = monotonic() - self._last_frame
+        """Say what takes long, and kill a hung engine.
+
+        An engine with open requests sends a frame after every step: long silence means hung.
+        """
+        now = monotonic()
+        slow = self._watchdog.take_warning(now) if self._watchdog is not None and self.state is State.READY else None
+        if slow is not None:
+            log.warning("the engine is slow: %s", slow)
+        silent = now - self._last_frame
         is_hung = self.num_open and self.state is State.READY and silent > self._options.engine_timeout
         if is_hung and not self._was_hung and self._process is not None:
             self._was_hung = True
-            doing = f"{self.num_running} requests in the batch, {self.num_waiting} waiting"
-            log.error("the engine has been silent for %.0f s (%s); its stack follows, then it is killed", silent, doing)
+            has = f"{self.num_running} requests in the batch, {self.num_waiting} waiting"
+            text = "the engine has been silent for %.0f s (%s); it was %s; its stack follows, then it is killed"
+            log.error(text, silent, has, self._doing())
             self._process.send_signal(TRACE_SIGNAL)
             # Its socket closes then, and `run` starts another.
             asyncio.get_running_loop().call_later(TRACE_SECONDS, self._process.kill)
+
+    def _doing(self) -> str:
+        """What the latest engine is doing, or did last."""
+        return self._watchdog.doing.text(monotonic()) if self._watchdog is not None else "not started"
 
     # ── the process ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -264,6 +278,8 @@ class EngineClient:
             return False, reason, "raise the limits on processes and open files (ulimit -u, ulimit -n)"
         await lost
         was_ready = self.ready.is_set()
+        if was_ready and not self._closing:
+            log.error("the engine is gone; it was %s", self._doing())
         self.ready.clear()
         self.fail_all(EngineGone, "the engine process ended while it worked on this request; send it again")
         assert self._process is not None
@@ -273,11 +289,15 @@ class EngineClient:
         return was_ready, f"the engine process ended ({endings.status(code)})", advice
 
     async def _spawn(self, lost: asyncio.Future[None]) -> None:
+        self._forget_watchdog()
+        self._watchdog = Watchdog()
         ours, theirs = socket_pair()
-        command = [sys.executable, "-m", "faser.server.worker", str(theirs.fileno()), self._options.engine_factory]
+        given = [theirs.fileno(), self._watchdog.descriptor]
+        names = [str(given[0]), self._options.engine_factory, str(given[1])]
         with theirs:
             # In its own session: Ctrl-C in a terminal reaches the server alone, which then ends the engine.
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+            command = [sys.executable, "-m", "faser.server.worker", *names]
+            self._process = subprocess.Popen(command, pass_fds=given, start_new_session=True)
 
         def gone() -> None:
             self._lose()
@@ -311,6 +331,12 @@ class EngineClient:
             self._transport.close()
         if self._process is not None:
             await asyncio.to_thread(_reap, self._process)
+        self._forget_watchdog()
+
+    def _forget_watchdog(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
 
     def _receive(self, message: FromEngine) -> None:
         if isinstance(message, Outputs):

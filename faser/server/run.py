@@ -12,12 +12,15 @@ import contextlib
 import gc
 import json
 import logging
+import os
 import shlex
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from time import monotonic
+from typing import TextIO
 
 import uvicorn
 
@@ -42,9 +45,30 @@ def serve(options: ServerOptions) -> int:
     """Serve until a signal. Raises EngineError if the engine fails for good."""
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     listener = _bind(options.host, options.port)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_Server(options, listener).run())
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(_Server(options, listener).run())
+    finally:
+        _flush(sys.stderr)
     return 0
+
+
+def _say(text: str) -> None:
+    """Print what people should see. A full disk under the output does not end the server."""
+    with contextlib.suppress(OSError):  # print flushes too
+        print(text)
+    _flush(sys.stdout)
+
+
+def _flush(stream: TextIO) -> None:
+    """Write what waits. Where the disk is full, give it up: at its exit Python would fail to write it again."""
+    try:
+        stream.flush()
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 class _Server:
@@ -112,7 +136,7 @@ class _Server:
         about = self._engine.about
         assert about is not None
         host, port = self._listener.getsockname()[:2]
-        print(announcement(about, self._options, host, port), flush=True)
+        _say(announcement(about, self._options, host, port))
         # Objects of the start live as long as the process: exclude them from garbage collection, and collect rarely.
         gc.collect()
         gc.freeze()

@@ -1,8 +1,8 @@
 """The engine's process: frames in, steps, frames out.
 
 Reads frames between two steps, so a cancelled request leaves before the next step is planned. Ends when its socket
-closes: an engine never outlives its server. Run as `python -m faser.server.worker FD FACTORY`; FACTORY
-(module:function) makes a `Served` from a `Start`.
+closes: an engine never outlives its server. Run as `python -m faser.server.worker FD FACTORY NOTE`; FACTORY
+(module:function) makes a `Served` from a `Start`, NOTE is the descriptor of memory that the HTTP process reads too.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from faser.engine.activity import Activity
 from faser.engine.engine import Engine
 from faser.engine.residency import Place
 from faser.errors import FaserError, InvalidRequest
@@ -46,6 +47,7 @@ from faser.server.messages import (
     ToEngine,
     frame,
 )
+from faser.server.watchdog import SIZE, Note
 from faser.text.tokenizer import StopChecker, Tokenizer
 from faser.threads import prepare_openmp
 from faser.vision import Vision
@@ -55,6 +57,7 @@ log = logging.getLogger("faser.engine")
 SNAPSHOT_SECONDS = 0.1
 REST_SECONDS = 1.0  # without requests, before the scheduler's state is checked
 MAX_STEP_FAILURES = 3  # in a row; then the engine ends
+DEVICE_LOST = "the device failed, and nothing that it holds can be trusted"
 PIECES_SECONDS = 0.01  # between two steps, to read a frame that arrives in pieces
 _READ_BYTES = 1 << 20
 
@@ -73,7 +76,13 @@ class Served:
 class Worker:
     """One engine and its socket."""
 
-    def __init__(self, served: Served, connection: socket.socket, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self,
+        served: Served,
+        connection: socket.socket,
+        clock: Callable[[], float] = monotonic,
+        note: Note | None = None,
+    ) -> None:
         self._engine = served.engine
         self._tokenizer = served.tokenizer
         self._connection = connection
@@ -86,7 +95,9 @@ class Worker:
         self._failed_in_a_row = 0
         self._running = 0  # as last sent
         self._open = True
+        self._note = note or Note(bytearray(SIZE))
         self._engine.on_plan = self._tell_running
+        self._engine.on_activity = self._note.enter
 
     def run(self) -> None:
         """Serve until the HTTP process closes the socket.
@@ -123,25 +134,34 @@ class Worker:
         """Use an idle moment; returns whether there is more to do. An error is logged and harms no request."""
         try:
             return self._engine.use_idle_moment()
-        except Exception:
+        except Exception as error:
             log.exception("work in an idle moment failed")
+            if is_device_lost(error):
+                raise FaserError(DEVICE_LOST) from error
             return False
 
     def _step(self) -> list[Progress]:
         try:
             progress = self._engine.step()
         except Exception as error:
-            return self._fail_all(error)
+            return self._fail_running(error)
         self._failed_in_a_row = 0
         return progress
 
-    def _fail_all(self, error: Exception) -> list[Progress]:
-        """A step that raises fails its requests, with a reason. Several in a row end the engine."""
-        log.exception("a step failed")
+    def _fail_running(self, error: Exception) -> list[Progress]:
+        """A step that raises fails its requests, with a reason; those that wait go on waiting.
+
+        The engine ends where it cannot be trusted any more: after several failed steps in a row, after an error of the
+        device, and if the scheduler's books do not agree. Then every open request is told so, and another is started.
+        """
+        log.exception("a step failed; the engine was %s", self._note.read().text(monotonic()))
+        if is_device_lost(error):
+            raise FaserError(DEVICE_LOST) from error
         self._step_failures += 1
         self._failed_in_a_row += 1
         reason = f"a step of the engine failed ({type(error).__name__})"
-        ended = [_with_error(item, reason) for item in self._engine.abandon(FinishReason.FAILED)]
+        ended = [_with_error(item, reason) for item in self._engine.abandon(FinishReason.FAILED, keep_waiting=True)]
+        self._engine.scheduler.check()
         if self._failed_in_a_row >= MAX_STEP_FAILURES:
             self._send(ended, is_last=True)
             raise FaserError(f"{self._failed_in_a_row} steps failed in a row; the last: {error}") from error
@@ -156,6 +176,8 @@ class Worker:
         but running requests wait no longer than PIECES_SECONDS between two steps.
         """
         arrived, end = False, inf
+        if timeout != 0:
+            self._note.enter(Activity.WAITING)
         while self._open and self._poll.poll(None if timeout is None else 1e3 * timeout):
             data = self._connection.recv(_READ_BYTES)
             self._open, arrived, timeout = bool(data), True, 0
@@ -205,6 +227,7 @@ class Worker:
         now = self._clock()
         due = now - self._last_snapshot >= SNAPSHOT_SECONDS or is_last
         if progress or due:
+            self._note.enter(Activity.SENDING)
             snapshot = take_snapshot(self._engine, now, self._step_failures) if due else None
             self._last_snapshot = now if due else self._last_snapshot
             self._write(Outputs(progress, snapshot))
@@ -221,6 +244,18 @@ class Worker:
             self._connection.sendall(frame(message))
         except (BrokenPipeError, ConnectionResetError):
             self._open = False
+
+
+def is_device_lost(error: BaseException) -> bool:
+    """Whether this is an error of CUDA, after which a process can do nothing more on the device.
+
+    By name, because this module does not import torch: torch.AcceleratorError, and the texts of torch and Triton. A
+    lack of memory is none: it leaves the device as it was.
+    """
+    names, text = {kind.__name__ for kind in type(error).__mro__}, str(error)
+    if "OutOfMemoryError" in names or "out of memory" in text:
+        return False
+    return "AcceleratorError" in names or "CUDA error" in text or "Triton Error [CUDA]" in text
 
 
 def _with_error(item: Progress, reason: str) -> Progress:
@@ -263,7 +298,7 @@ def _copied(kind: type[_Totals], stats: object) -> _Totals:
 
 def main() -> int:
     prepare_openmp()
-    descriptor, factory = int(sys.argv[1]), sys.argv[2]
+    descriptor, factory, note = int(sys.argv[1]), sys.argv[2], Note.at(int(sys.argv[3]))
     faulthandler.register(TRACE_SIGNAL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server closes the socket when the engine should end
     connection = socket.socket(fileno=descriptor)
@@ -279,7 +314,7 @@ def main() -> int:
         return 1
     with connection:
         connection.sendall(frame(served.about))
-        Worker(served, connection).run()
+        Worker(served, connection, note=note).run()
     served.engine.close()
     return 0
 

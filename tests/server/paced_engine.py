@@ -9,14 +9,14 @@ import os
 import signal
 from pathlib import Path
 from threading import Event
-from time import sleep
+from time import monotonic, sleep
 
 import numpy as np
 
 from faser.config import EngineOptions
 from faser.engine.engine import Engine
 from faser.engine.pages import PagePool
-from faser.engine.residency import Place, ResidencyStats
+from faser.engine.residency import Place, Residency, ResidencyStats
 from faser.engine.scheduler import Scheduler
 from faser.limits import Limits
 from faser.policy import Fixed
@@ -79,12 +79,49 @@ def make(start: Start) -> Served:
     pages = PagePool(1024, 16, max_running, 4096)
     limits = Limits(max_running, 1024, 4096)
     about = About(
-        model="paced", draft=None, policy="off", device="cpu", dtype="none",
+        model=start.served_model_name or "paced", draft=None, policy="off", device="cpu", dtype="none",
         reasons=dict.fromkeys(("device", "dtype", "policy", "kv", "draft"), "a test"),
         vocab_size=320, end_ids=[2], max_model_len=4096, max_running=max_running, page_size=16, num_pages=1024,
         kv_bytes=0, load_seconds=0.0, tokenizer=tokenizer.to_json(), chat_template=None,
     )  # fmt: skip
     return Served(Engine(Scheduler(limits, Fixed(0), pages), PacedExecutor()), about, tokenizer)
+
+
+class Memory:
+    """The memory of a draft that there is not."""
+
+    pages_gained = 8
+    load_seconds = 0.001
+
+    def offload(self) -> bool:
+        return True
+
+    def load(self) -> bool:
+        return True
+
+
+class Leaving(Residency):
+    """Leaves at the first step of an engine, and comes back by the usual rule."""
+
+    has_left = False
+
+    def proceed(self) -> bool:
+        if not self.has_left:
+            self.has_left = True
+            self.leave()
+        return super().proceed()
+
+
+def make_moving(start: Start) -> Served:
+    """An engine with a draft that leaves and comes back."""
+    served = make(start)
+    old = served.engine.scheduler
+    pages, limits = old.target_pages, old.limits
+    sizes = pages.page_size, limits.max_running, limits.max_model_len
+    target = PagePool(pages.num_pages, *sizes, most_pages=pages.num_pages + Memory.pages_gained)
+    scheduler = Scheduler(limits, Fixed(0), target, PagePool(pages.num_pages, *sizes), speculates=True)
+    residency = Leaving(scheduler, Memory(), monotonic)
+    return Served(Engine(scheduler, PacedExecutor(), residency=residency), served.about, served.tokenizer)
 
 
 def die(start: Start) -> Served:

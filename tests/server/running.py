@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PATIENCE = 60.0  # seconds; only a broken server takes as long
 
 # Flags cover all but the factory of the engine, which tests and benchmarks alone replace.
-_START = """
+START = """
 import sys
 from dataclasses import replace
 from faser.cli import main as cli
@@ -113,10 +113,14 @@ def running(
     factory: str = "faser.server.load:load",
     wait: bool = True,
     environment: dict[str, str] | None = None,
+    setup: str = "",
 ) -> Iterator[Running]:
-    """A server of the model in `folder` on a free port; killed at the end if it still runs."""
+    """A server of the model in `folder` on a free port; killed at the end if it still runs.
+
+    `setup`: Python that runs in the server's process first.
+    """
     log = tmp_path / f"server-{len(list(tmp_path.iterdir()))}.log"
-    command = [sys.executable, "-c", _START, factory, "--port", "0", "--model", str(folder), *flags]
+    command = [sys.executable, "-c", setup + START, factory, "--port", "0", "--model", str(folder), *flags]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(environment or {})}
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, text=True, env=env, cwd=ROOT)

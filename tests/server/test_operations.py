@@ -35,10 +35,13 @@ def open_stream(server, **fields):
 
 
 @contextmanager
-def raw_request(server, body: bytes, length: int | None = None):
-    """A request on a socket of its own, sent but not read."""
+def raw_request(server, body: bytes, length: int | None = None, receive_bytes: int | None = None):
+    """A request on a socket of its own, sent but not read. `receive_bytes`: what the system keeps of an answer."""
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
+    with socket.socket() as connection:
+        if receive_bytes is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        connection.connect((host, int(port)))
         length = len(body) if length is None else length
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {length}\r\n\r\n"
         connection.sendall(head.encode() + body)
@@ -155,7 +158,11 @@ def test_the_log_says_what_a_hung_engine_was_doing(paced):
         status, answer = server.post("/v1/completions", {"prompt": [HANGS]})
         assert (status, answer["error"]["code"]) == (503, "engine_failed")
         eventually(lambda: server.get("/health")[0] == 200, "a new engine is up")
-        assert re.search(r"silent for \d+ s \(1 requests in the batch, 0 waiting\); its stack follows", server.log)
+        said = (
+            r"silent for \d+ s \(1 requests in the batch, 0 waiting\); it was executing a step for \d+\.\d s \(step 1: "
+        )
+        assert re.search(said + r"1 requests, 1 rows\); its stack follows", server.log)
+        assert "the engine is gone; it was executing a step" in server.log
         assert re.search(r'File ".*paced_engine\.py", line \d+ in execute', server.log)
 
 

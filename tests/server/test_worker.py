@@ -205,13 +205,14 @@ def test_what_runs_is_not_repeated_while_it_does_not_change():
 class Failing:
     """Raises in the steps it is told to."""
 
-    def __init__(self, inner, which) -> None:
+    def __init__(self, inner, which, error=None) -> None:
         self.inner, self.which, self.number = inner, which, 0
+        self.error = error or RuntimeError("private")
 
     def execute(self, plan):
         self.number += 1
         if self.number in self.which:
-            raise RuntimeError("private")
+            raise self.error
         return self.inner.execute(plan)
 
     def close(self) -> None: ...
@@ -226,6 +227,27 @@ def test_a_failed_step_fails_its_requests_with_a_reason_and_the_worker_goes_on()
         link.send(add("c", [1, 2], 5))
         link.until(lambda: "c" in link.ends)
         assert link.tokens["c"] == expected_output([1, 2], SEED, 5)
+
+
+def test_requests_that_wait_do_not_notice_a_failed_step():
+    with working(lambda inner: Failing(inner, {2})) as (link, _):
+        link.send(*(add(name, [1, 2], 8) for name in "abcdefg"))
+        link.until(lambda: len(link.ends) == 7)
+        failed = [name for name, end in link.ends.items() if end.reason is FinishReason.FAILED]
+        assert sorted(failed) == list("abcd"), "four run at a time"
+        for name in "efg":
+            assert link.tokens[name] == expected_output([1, 2], SEED, 8)
+
+
+def test_an_error_of_the_device_ends_the_worker_at_once():
+    def lose(inner):
+        return Failing(inner, {2}, RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
+
+    with working(lose) as (link, failures):
+        link.send(add("a", [1, 2], 50))
+        with pytest.raises(AssertionError, match="the worker left"):
+            link.until(lambda: "a" in link.ends)
+    assert "the device failed" in str(failures[0])
 
 
 def test_steps_that_always_fail_end_the_worker():

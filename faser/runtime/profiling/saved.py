@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -116,6 +117,13 @@ def keep(profile: Profile) -> Path | None:
         log.warning("the profile cannot be kept for the next start: %s", error)
         return None
     return path
+
+
+def keep_in_background(profile: Profile) -> Thread:
+    """Save a profile while the engine goes on: a slow disk delays no request."""
+    thread = Thread(target=keep, args=(profile,), daemon=True)
+    thread.start()
+    return thread
 
 
 # ── what early exit learned from trials ───────────────────────────────────────────────────────────────────────────────

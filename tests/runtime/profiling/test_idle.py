@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+
 import numpy as np
 import pytest
 
 from faser.cost.profile import Profile
+from tests.faults import armed
 from tests.runtime.profiling.engines import Costly, make_full, stub
 from tests.runtime.profiling.machine import CPU, LIMITS, Simulated, machine
 from tests.test_exactness import assert_equal, make_engine, make_requests, reference, serve
+
+
+def wait_for_writers() -> None:
+    """Profiles are written in threads of their own."""
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and thread.daemon:
+            thread.join(60)
 
 
 def test_idle_moments_complete_the_profile_and_keep_it(pair, cache, monkeypatch):
@@ -28,6 +39,7 @@ def test_idle_moments_complete_the_profile_and_keep_it(pair, cache, monkeypatch)
         moments += 1
     assert engine.scheduler.prefixes.num_hits > 0
     assert engine.cost.profile.kind == "idle"
+    wait_for_writers()
     (path,) = (cache / "profiles").iterdir()
     assert Profile.load(path) == engine.cost.profile
     assert_equal(serve(engine, requests), right)
@@ -39,9 +51,49 @@ def test_a_full_profile_replaces_one_of_idle_moments(pair, cache, monkeypatch):
     engine = make_engine(*pair, Costly())
     while engine.use_idle_moment():
         pass
+    wait_for_writers()
     assert make_engine(*pair, Costly()).cost.profile.kind == "idle"
     assert make_full(*pair, Costly()).cost.profile.kind == "measured"
     assert len(measured) == 1
+
+
+def test_a_disk_that_hangs_delays_no_request(pair, cache, monkeypatch):
+    monkeypatch.setattr("faser.cost.profile.MAX_KEPT_ERROR", 100.0)
+    begun, may_end = threading.Event(), threading.Event()
+    save = Profile.save
+
+    def slowly(profile, path) -> None:
+        begun.set()
+        assert may_end.wait(60)
+        save(profile, path)
+
+    monkeypatch.setattr(Profile, "save", slowly)
+    engine = make_engine(*pair, Costly())
+    while engine.use_idle_moment():
+        pass
+    assert begun.wait(60)
+    requests = make_requests(pair[0].config)[:3]
+    assert_equal(serve(engine, requests), reference(pair[0], requests))
+    assert not cache.exists(), "it is still being written"
+    may_end.set()
+    wait_for_writers()
+    assert len(list((cache / "profiles").iterdir())) == 1
+
+
+def test_a_full_disk_is_said_once_and_the_engine_goes_on(pair, cache, monkeypatch, caplog):
+    monkeypatch.setattr("faser.cost.profile.MAX_KEPT_ERROR", 100.0)
+    with caplog.at_level(logging.WARNING), armed("write:1-999:full_disk"):
+        engine = make_engine(*pair, Costly())
+        while engine.use_idle_moment():
+            pass
+        wait_for_writers()
+        requests = make_requests(pair[0].config)[:3]
+        assert_equal(serve(engine, requests), reference(pair[0], requests))
+        engine.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "the profile cannot be kept for the next start: [Errno 28] No space left on device"
+    ]
+    assert not list((cache / "profiles").iterdir()), "nothing half written is left"
 
 
 def test_a_made_up_step_that_fails_leaves_nothing_behind(pair, cache):
