@@ -56,7 +56,6 @@ from faser.models.transformer import Transformer
 from faser.models.vision.config import VisionConfig
 from faser.request import FinishReason, Request, SamplingParams
 from faser.vision import VisionSettings
-from tools.distill import load_target
 from tools.watch.questions import DIGITS, QUESTIONS, Question
 from tools.watch.reader import Encodes, Prompts
 from tools.watch.scenes import SceneSettings
@@ -352,11 +351,11 @@ def load(args: argparse.Namespace) -> tuple[Transformer, Encodes, VisionSettings
     if args.tiny:
         return Transformer.random(TINY, 0, std=0.3, device=args.device), Words(), TINY_VISION
     source = open_target(args.model)
-    settings = source.vision_settings()
-    if settings is None:
-        raise SystemExit(f"{args.model}: cannot see; expected a folder of `python -m tools.train_watch export`")
-    model, tokenizer = load_target(args.model, torch.bfloat16 if args.device == "cuda" else torch.float32, args.device)
-    return model, tokenizer, settings
+    settings, tokenizer = source.vision_settings(), source.tokenizer()
+    if settings is None or tokenizer is None:
+        raise SystemExit(f"{args.model}: cannot see, or has no tokenizer; expected a folder of tools/train_watch.py")
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    return source.load(dtype, source.config.max_positions, lambda done, total: None, args.device), tokenizer, settings
 
 
 def make_asker(model: Transformer, tokenizer: Encodes, settings: VisionSettings, args: argparse.Namespace) -> Asker:
@@ -411,7 +410,7 @@ def measure(args: argparse.Namespace) -> Figures:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="faser-watch")
+    parser.add_argument("model", nargs="?", help="faser-watch: packed eyes, or a whole folder")
     parser.add_argument("--tiny", action="store_true", help="a tiny model with random weights instead")
     parser.add_argument(
         "--windows", type=int, default=2000, help="scenes, of each of which one window is judged (2000)"
