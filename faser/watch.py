@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from faser.arrays import BoolArray
+from faser.arrays import BoolArray, FloatArray
 from faser.errors import ConfigError, InvalidRequest
 from faser.media.grids import make_grid, resized, video_bounds
 from faser.media.media import Media, MediaPrompt
@@ -69,6 +69,7 @@ class VideoWindow:
     end: float  # seconds of the last one
     media: Media
     is_anchor: BoolArray  # [grids] those that KV reuse computes again in every window
+    times: FloatArray  # [grids, 2] seconds of the first and the last frame
     decode_seconds: float  # since the window before: reading, decoding, resizing and cutting its new frames
 
 
@@ -146,7 +147,8 @@ def _window(grids: Sequence[_TimedGrid], seconds_per_grid: float, decode_seconds
     num_frames = sum(each.num_frames for each in grids)
     media = Media("video", tuple(each.grid for each in grids), seconds_per_grid, num_frames)
     is_anchor = np.array([each.is_anchor for each in grids])
-    return VideoWindow(grids[0].start, grids[-1].end, media, is_anchor, decode_seconds)
+    times = np.array([(each.start, each.end) for each in grids])
+    return VideoWindow(grids[0].start, grids[-1].end, media, is_anchor, times, decode_seconds)
 
 
 def _grids(reader: FrameReader, settings: VisionSettings, options: WatchOptions) -> Iterator[_TimedGrid]:

@@ -6,8 +6,9 @@
     python -m tools.watch.evaluate MODEL FOLDER --windows 1000
 
 MODEL is SmolLM2-135M-Instruct, as a GGUF file or a Hugging Face folder. FOLDER gets the eyes, packed into about 11 MB;
-`export` makes FULL, a folder with eyes and language model that faser loads. The state of the training is kept in
-FOLDER.training, every minute; --resume goes on from there. --pause ends a call early, for machines that end it anyway.
+faser loads that with the default language model behind it. `export` makes FULL, a folder with both in floats. The state
+of the training is kept in FOLDER.training, every minute; --resume goes on from there. --pause ends a call early, for
+machines that end it anyway.
 
 The language model stays as it is, because shipping its changed weights would take too much room. Learning to see
 through a frozen model alone is slow: the only signal is one answer token per question, and it must travel through 30

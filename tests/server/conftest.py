@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import pytest
 
 from tests.server.running import running
+from tests.server.web import chromium
 
 if find_spec("starlette") is None:  # without the server's packages its modules cannot be imported
     collect_ignore_glob = ["test_*.py"]
@@ -33,6 +34,30 @@ def server(chat_folder, tmp_path_factory):
     """Speculates by prompt lookup, three tokens at a time."""
     flags = ("--draft", "ngram", "--policy", "fixed:3", "--served-model-name", "tiny")
     with running(chat_folder, tmp_path_factory.mktemp("server"), *flags) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def seeing_folder(tmp_path_factory):
+    """A small random model with eyes."""
+    from tests.server.seeing import write_seeing_checkpoint
+
+    path = tmp_path_factory.mktemp("seeing-model")
+    write_seeing_checkpoint(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def seeing_server(seeing_folder, tmp_path_factory):
+    flags = ("--draft", "ngram", "--policy", "fixed:3", "--served-model-name", "tiny")
+    with running(seeing_folder, tmp_path_factory.mktemp("log"), *flags) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Per module: while it runs, no other event loop can run in this thread."""
+    with chromium() as found:
         yield found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -15,17 +14,14 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from faser.server.dashboard.pages import dashboard_page
+from tests.server.web import html_parsers, outside_references
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "faser" / "server" / "dashboard" / "index.html"
 GRAFANA = ROOT / "docs" / "grafana.json"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-CHROMIUM_FLAGS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-]  # fmt: skip
 REPETITIVE = "one two three four one two three four one two three four one two"  # what an n-gram draft guesses well
 
 
@@ -33,32 +29,14 @@ REPETITIVE = "one two three four one two three four one two three four one two" 
 
 
 def test_the_page_refers_to_nothing_outside_itself() -> None:
-    page = PAGE.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
-    assert "http://" not in page
-    assert "https://" not in page
-    references = re.findall(r"""(?:src|href)\s*=\s*["']([^"']+)|url\(([^)]*)\)|@import\s+(\S+)""", page)
-    for reference in ("".join(found) for found in references):
-        assert reference.startswith(("data:", "#")), f"{reference} is not in the file"
+    assert outside_references(dashboard_page()) == []
 
 
 def test_the_page_never_parses_what_the_server_sends_as_html() -> None:
-    script = PAGE.read_text(encoding="utf-8").partition("<script>")[2]
-    for parser in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "DOMParser", "eval("):
-        assert parser not in script
+    assert html_parsers(dashboard_page()) == []
 
 
 # ---- the page ----
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("no Chromium: install the package chromium")
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is missing: pip install 'faser[dev]'")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_FLAGS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -388,7 +388,7 @@ def test_keys_limits_and_cors_are_enforced(paced):
         for path in ("/metrics", "/dashboard/data", "/openapi.json"):
             assert server.get(path, {"Authorization": "Bearer other"})[0] == 200, path
         assert server.get("/health")[0] == 200, "probes need no key"
-        for path in ("/dashboard", "/dashboard/", "/"):
+        for path in ("/dashboard", "/dashboard/", "/dashboard/video", "/"):
             assert server.get(path)[0] == 200, "the page asks for the key"
         for key in ("secret", "other"):
             assert server.post("/v1/completions", body, {"Authorization": f"Bearer {key}"})[0] == 200

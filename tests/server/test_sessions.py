@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 import json
 import os
@@ -34,15 +35,16 @@ from faser.server.service import Service
 from faser.server.sessions import registry, session
 from faser.server.sessions.api import SessionApi
 from faser.server.sessions.events import EventLog
+from faser.server.sessions.masks import MaskLog
 from faser.server.sessions.protocol import EndEvent, ErrorEvent, SessionRequest
 from faser.server.sessions.registry import ENDED_SECONDS, Sessions
 from faser.text.tokenizer import Tokenizer
 from faser.watch import VideoWatcher, WatchOptions, windows
 from tests.checkpoint import write_tokenizer
-from tests.media.clips import clip
+from tests.media.clips import clip, moving
 from tests.media.test_live import FRAGMENTED
 from tests.server.running import PATIENCE, eventually, running
-from tests.server.seeing import seeing, write_seeing_checkpoint
+from tests.server.seeing import seeing
 from tests.server.test_engine_client import ABOUT
 
 SETTINGS = {"prompt": "How many move?", "window": 8, "stride": 4, "fps": 10}
@@ -221,6 +223,50 @@ def test_an_event_says_what_the_model_saw_and_where_the_time_went(about):
         assert first["video_tokens"] == sum(grid.num_tokens for grid in grids)
         assert first["prompt_tokens"] == len(stage.engine.sent[0].prompt_token_ids) > first["video_tokens"]
         assert (first["frames"], first["completion_tokens"], first["finish_reason"]) == (8, 8, "length")
+
+    play(about, scene)
+
+
+@pytest.mark.parametrize("rule", ["none", "codec"])
+def test_events_have_the_mask_of_each_grid_once_where_the_session_asks_for_masks(about, rule):
+    right, data = {}, clip(30, kind="mpegts", size=(112, 112), gop=16, draw=moving)
+    pruning = PruningOptions(rule=rule)
+    for window in windows(FrameReader(io.BytesIO(data)), about.vision, watch_options(pruning=pruning)):
+        for grid, (start, end) in zip(window.media.grids, window.times.tolist(), strict=True):
+            right[round(start, 3)] = (round(end, 3), None if grid.kept is None else grid.kept.tolist())
+
+    async def scene(stage):
+        found = await stage.create(when_behind="wait", pruning=rule, masks=True)
+        await send(found, data)
+        masks = [data["masks"] for data in answers(await read(found))]
+        given = [(grid["start"], (grid["end"], groups(grid["kept"]))) for each in masks for grid in each["grids"]]
+        assert given == list(right.items())
+        assert [len(each["grids"]) for each in masks] == [4, 2, 2, 2, 2, 2, 1]
+        assert any(kept is not None for _, kept in right.values()) == (rule == "codec")
+        grid = stage.engine.sent[0].vision.vision().grids[0]
+        assert {(each["rows"], each["columns"]) for each in masks} == {(grid.height // 2, grid.width // 2)}
+
+    play(about, scene)
+
+
+def groups(kept: str | None) -> list[int] | None:
+    """What a mask of an event says."""
+    if kept is None:
+        return None
+    bits = "".join(f"{byte:08b}" for byte in base64.b64decode(kept))
+    return [index for index, bit in enumerate(bits) if bit == "1"]
+
+
+def test_masks_of_skipped_windows_come_with_the_next_and_nobody_else_pays_for_masks(about):
+    whole = list(windows(FrameReader(io.BytesIO(CLIP)), about.vision, watch_options()))
+    log = MaskLog()
+    starts = [[mask.start for mask in log.new(whole[number]).grids] for number in (0, 2)]
+    assert starts == [[0.0, 0.2, 0.4, 0.6], [0.8, 1.0, 1.2, 1.4]]
+
+    async def scene(stage):
+        found = await stage.create(when_behind="wait")
+        await send(found, CLIP)
+        assert all("masks" not in data for data in answers(await read(found)))
 
     play(about, scene)
 
@@ -728,18 +774,14 @@ def test_readers_wait_for_news_and_each_gets_all_of_it():
 # ── over HTTP, with a model that sees ────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("seeing-model")
-    write_seeing_checkpoint(path)
-    return path
+@pytest.fixture
+def folder(seeing_folder):
+    return seeing_folder
 
 
-@pytest.fixture(scope="module")
-def server(folder, tmp_path_factory):
-    flags = ("--draft", "ngram", "--policy", "fixed:3", "--served-model-name", "tiny")
-    with running(folder, tmp_path_factory.mktemp("log"), *flags) as found:
-        yield found
+@pytest.fixture
+def server(seeing_server):
+    return seeing_server
 
 
 def open_session(server, **fields) -> str:

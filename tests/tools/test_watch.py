@@ -22,6 +22,7 @@ from faser.errors import ConfigError, MissingPackage
 from faser.models import weights
 from faser.models.source import open_target
 from faser.models.transformer import Transformer
+from faser.models.vision import packed
 from faser.text.tokenizer import Tokenizer
 from faser.vision import Grid
 from tests.tiny import CONFIGS
@@ -299,7 +300,7 @@ def test_rounded_weights_are_those_that_are_unpacked(bits):
     tensor = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
     name = "merger.mlp.2.weight" if bits == 8 else "blocks.0.mlp.fc1.weight"
     assert pack.bits_of(name, tensor) == bits
-    unpacked = pack.unpack(pack.pack({name: tensor}), {name: tensor.shape})[name]
+    unpacked = packed.unpack(pack.pack({name: tensor}), {name: tensor.shape})[name]
     assert torch.equal(unpacked, pack.rounded(tensor, bits))
     assert (unpacked - tensor).abs().max() <= tensor.abs().max() / 2 ** (bits - 1)
     assert torch.equal(pack.rounded(torch.zeros(1, 32), bits), torch.zeros(1, 32))

@@ -84,14 +84,19 @@ def _av() -> Any:
 
 def x264(frames: NDArray[np.uint8], crf: int, fps: int = 4, preset: str = "medium") -> NDArray[np.uint8]:
     """The frames [frames, height, width, 3] after x264 at this quality: 18 is nearly lossless, 35 is coarse."""
+    file = io.BytesIO(encode_x264(frames, crf, fps, preset))
+    with _av().open(file) as container:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+
+
+def encode_x264(frames: NDArray[np.uint8], crf: int, fps: int = 4, preset: str = "medium", gop: int = 16) -> bytes:
+    """An MP4 file of the frames, with an I-frame at every `gop`-th at least."""
     av, file = _av(), io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
-        stream = container.add_stream("libx264", rate=fps, options={"crf": str(crf), "preset": preset, "g": "16"})
+        stream = container.add_stream("libx264", rate=fps, options={"crf": str(crf), "preset": preset, "g": str(gop)})
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt, stream.thread_count = "yuv420p", 1
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())
-    file.seek(0)
-    with av.open(file) as container:
-        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    return file.getvalue()

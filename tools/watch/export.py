@@ -3,8 +3,9 @@
 Knows the names and files of a Hugging Face folder for the architecture FaserWatchForConditionalGeneration. Knows
 nothing of training.
 
-* Packed: config.json and model.safetensors with the tensors of the eyes, in four and eight bits (tools/watch/pack.py).
-* Full: the same in floats, the language model, its tokenizer and a chat template with places for pictures and video.
+* Packed: the tensors of the eyes in four and eight bits (tools/watch/pack.py), and a chat template with places for
+  pictures and video. faser loads it with the default language model (faser/models/vision/packed.py).
+* Full: the same in floats, with the language model and its tokenizer.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from faser.errors import ConfigError
 from faser.models import weights
 from faser.models.config import config_dict
 from faser.models.transformer import Transformer
+from faser.models.vision import packed
 from faser.text.tokenizer import Tokenizer
 from tools.distill import SYSTEM
-from tools.watch.pack import pack, unpack
+from tools.watch.pack import pack
 from tools.watch.reader import IMAGE_TOKEN, VIDEO_TOKEN
 from tools.watch.vit import MEAN, STD, Eyes, EyesConfig
 
@@ -78,21 +80,21 @@ def preprocessing() -> dict[str, Any]:
 def write_eyes(eyes: Eyes, model: Transformer, folder: Path) -> int:
     """The packed folder; files of the same names are replaced. Returns the bytes of all files."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "config.json", describe(eyes.config, model))
     named = {PREFIX + name: tensor for name, tensor in eyes.state_dict().items()}
-    save_file(pack(named), folder / weights.SINGLE_FILE, metadata={"format": "pt"})
+    save_file(pack(named), folder / packed.FILE, metadata={"format": "pt"})
+    _write_json(folder / "config.json", {**describe(eyes.config, model), packed.KEY: packed.seal(folder)})
+    _write_settings(folder)
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
 def read_eyes(folder: Path) -> Eyes:
     """From a packed folder."""
-    file = folder / weights.SINGLE_FILE
-    if not file.is_file():
-        raise ConfigError(f"{file}: no such file; expected a folder that tools.train_watch wrote")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder}: no config.json there; expected a folder that tools.train_watch wrote")
     description = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     eyes = Eyes(EyesConfig.from_dict(description["vision_config"]))
     shapes = {PREFIX + name: tensor.shape for name, tensor in eyes.state_dict().items()}
-    tensors = unpack(load_file(file), shapes)
+    tensors = packed.read_tensors(folder, shapes)
     eyes.load_state_dict({name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()})
     return eyes
 
@@ -104,8 +106,7 @@ def write_full(folder: Path, model: Transformer, tokenizer: Tokenizer, full: Pat
     eyes = read_eyes(folder)
     full.mkdir(parents=True, exist_ok=True)
     _write_json(full / "config.json", describe(eyes.config, model))
-    _write_json(full / "preprocessor_config.json", preprocessing())
-    _write_json(full / "tokenizer_config.json", {"chat_template": CHAT_TEMPLATE, "eos_token": "<|im_end|>"})
+    _write_settings(full)
     (full / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
     save_file(full_tensors(eyes, model), full / weights.SINGLE_FILE, metadata={"format": "pt"})
 
@@ -117,6 +118,12 @@ def full_tensors(eyes: Eyes, model: Transformer) -> dict[str, Tensor]:
     return {
         name: each.detach().to("cpu", model.dtype, copy=True).contiguous() for name, each in (text | vision).items()
     }
+
+
+def _write_settings(folder: Path) -> None:
+    """How pixels and conversations become prompts."""
+    _write_json(folder / "preprocessor_config.json", preprocessing())
+    _write_json(folder / "tokenizer_config.json", {"chat_template": CHAT_TEMPLATE, "eos_token": "<|im_end|>"})
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:

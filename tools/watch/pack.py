@@ -1,7 +1,8 @@
 """Weights in few bits: blocks of 32 numbers that share a scale, four or eight bits a number.
 
 Knows tensors and their names. Knows nothing of training or files. The rounding is that of llama.cpp's Q4_0, with as
-many bits as asked for: the number of largest magnitude in a block is exact, and the scale is a float16.
+many bits as asked for: the number of largest magnitude in a block is exact, and the scale is a float16. The way back is
+in faser/models/vision/packed.py.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-BLOCK = 32
-QUANTS, SCALE = ".quants", ".scale"
+from faser.models.vision.packed import BLOCK, QUANTS, SCALE, dequantise
 
 
 def bits_of(name: str, tensor: Tensor) -> int:
@@ -30,10 +30,6 @@ def quantise(tensor: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     scale = (largest / -half).to(torch.float16)
     inverse = torch.where(scale == 0, 0, 1 / scale.float())
     return (blocks * inverse + half).round().clamp(0, 2 * half - 1).to(torch.uint8), scale
-
-
-def dequantise(numbers: Tensor, scale: Tensor, bits: int) -> Tensor:
-    return (numbers.float() - 2 ** (bits - 1)) * scale.float()
 
 
 def rounded(tensor: Tensor, bits: int) -> Tensor:
@@ -57,18 +53,3 @@ def pack(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         packed[name + QUANTS] = numbers if bits == 8 else numbers[:, ::2] | numbers[:, 1::2] << 4
         packed[name + SCALE] = scale.reshape(-1)
     return packed
-
-
-def unpack(packed: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """The inverse of `pack`, in float32. shapes: of every tensor by name."""
-    tensors: dict[str, Tensor] = {}
-    for name, shape in shapes.items():
-        if name in packed:
-            tensors[name] = packed[name].float()
-            continue
-        numbers, scale = packed[name + QUANTS], packed[name + SCALE].reshape(-1, 1)
-        bits = 8 if numbers.shape[1] == BLOCK else 4
-        if bits == 4:
-            numbers = torch.stack((numbers & 15, numbers >> 4), -1).reshape(-1, BLOCK)
-        tensors[name] = dequantise(numbers, scale, bits).reshape(shape)
-    return tensors

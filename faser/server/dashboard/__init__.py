@@ -1,4 +1,4 @@
-"""/dashboard: a page, and its data: the last ten minutes by the second, shares of the last minute, and now."""
+"""/dashboard: two pages, and their data: the last ten minutes by the second, shares of the last minute, and now."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from itertools import zip_longest
-from pathlib import Path
 from time import monotonic, time
 from typing import Any
 
@@ -15,7 +14,6 @@ from faser.server.engine_client import EngineClient
 from faser.server.figures import Figures
 from faser.server.messages import Snapshot
 
-PAGE = Path(__file__).parent / "index.html"
 HISTORY_SECONDS = 600
 WINDOW_SECONDS = 60.0  # of percentiles and shares
 LENGTHS_SECONDS = 3.0  # window of the draft lengths shown as current
@@ -89,6 +87,7 @@ class Dashboard:
             "uptime_seconds": monotonic() - self._started,
             "state": state,
             "max_running": about.max_running if about is not None else 0,
+            "sees": getattr(about, "vision", None) is not None,
         }
 
     def _now(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from faser.server.eyes import SeenPrompt, place, placed
 from faser.server.messages import Refused
 from faser.server.protocol import ApiError
 from faser.server.service import Call, Service
+from faser.server.sessions.masks import MaskLog
 from faser.server.sessions.protocol import KvReuse, Milliseconds, SessionRequest, WindowEvent
 from faser.server.sessions.windows import SeenWindow, WindowPlan
 
@@ -36,6 +37,7 @@ class WindowAsker:
         self._max_tokens = request.max_tokens
         self._prompts = SlidingPrompts(plan.prompt, plan.settings, session, plan.max_positions)
         self._reuse = ReuseState(is_on=request.kv_reuse) if request.kv_reuse else None
+        self._masks = MaskLog() if request.masks else None
         self._num_asked = 0
         self._is_closed = False
 
@@ -51,7 +53,7 @@ class WindowAsker:
             self._prompts.forget()
             raise
         self._num_asked += 1
-        return event
+        return event if self._masks is None else msgspec.structs.replace(event, masks=self._masks.new(seen.window))
 
     def close(self) -> None:
         """The engine gives up what the session has kept, and so does this process. Call it once, at the end."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from faser.media.options import DEFAULT_FPS
 from faser.request import draw_seed
@@ -30,6 +30,7 @@ class SessionRequest(ApiObject, frozen=True, kw_only=True):
     threshold: Annotated[float, Meta(gt=0)] = 6.0  # levels of 0 to 255; of pruning by difference
     refresh: Annotated[float, Meta(gt=0)] | None = 8.0  # seconds from one whole grid to the next; null: no refresh
     kv_reuse: bool = False  # approximate: grids that stay in the window are not computed again
+    masks: bool = False  # whether events say which groups of each grid were kept
     when_behind: Literal["skip", "wait"] = "skip"  # windows that come faster than they are answered
     max_tokens: Annotated[int, Meta(ge=1, le=2**31)] = 32
     temperature: Annotated[float, Meta(ge=0, le=2)] = 0.0
@@ -89,6 +90,22 @@ class KvReuse(msgspec.Struct, frozen=True):
     differing: int  # of these, answers that were not those of the exact twin
 
 
+class GridMask(msgspec.Struct, frozen=True):
+    """Which groups of one grid the model saw."""
+
+    start: float  # seconds of its first frame
+    end: float  # of its last one
+    kept: str | None  # base64 of a bit for each group, row by row, the highest bit of a byte first; null: all groups
+
+
+class Masks(msgspec.Struct, frozen=True):
+    """Of the grids of a window that no earlier event had."""
+
+    rows: int  # groups of a grid
+    columns: int
+    grids: list[GridMask]
+
+
 class WindowEvent(msgspec.Struct, frozen=True, kw_only=True):
     """The answer for one window."""
 
@@ -108,6 +125,7 @@ class WindowEvent(msgspec.Struct, frozen=True, kw_only=True):
     skipped: int  # windows that were skipped since the last one that was sent to the model
     kv_reuse: KvReuse | None  # null: the session does not reuse KV
     milliseconds: Milliseconds
+    masks: Masks | UnsetType = UNSET  # absent unless the session asks for masks
     dropped: int = 0  # events before this one that the reader cannot get any more
 
 
