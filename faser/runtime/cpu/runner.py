@@ -12,7 +12,7 @@ which keeps the fused kernel on its fast path.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -171,6 +171,7 @@ class ModelRunner(Runner):
         super().__init__(model, pages, max_slots, max_tokens)
         self.model = model
         self.features = features
+        self._make_attention: Callable[..., CpuAttention] = CpuAttention
         self.rotary: RotaryPositions | None = None  # of a model whose tokens stand in space and time
 
     def admit(self, new: Admission) -> None:
@@ -203,7 +204,7 @@ class ModelRunner(Runner):
         return self.model.run_layers(hidden, attend, first, last)
 
     def _attention(self, rows: Rows, positions: IntArray | None) -> Attend:
-        return CpuAttention(self.model, self._pages, self._table, rows, positions=positions)
+        return self._make_attention(self.model, self._pages, self._table, rows, positions=positions)
 
     def _run_and_keep(self, features: FeaturePages, rows: Rows, hidden: torch.Tensor, attend: Attend) -> torch.Tensor:
         kept, done = [], 0

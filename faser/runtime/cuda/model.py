@@ -55,8 +55,8 @@ class CudaModel:
         page_size: int,
         lanes: Lanes,
         *,
-        writes: bool = False,
         kv: KvFormat | None = None,
+        writes: bool = False,
     ) -> None:
         config, device, dtype = model.config, model.device, model.dtype
         max_requests, max_rows, max_context = limits.max_running, limits.max_batch_tokens, limits.max_model_len
@@ -321,8 +321,9 @@ class CudaModel:
         )  # fmt: skip
         for each in attending:
             attention.attend(
-                qkv, pages, self.table, each.tiles, attended, each.workspace, each.config, overlap=self._overlaps,
-                first_key=self.first_key, sees_all=self.sees_all, kv_scales=kv_scales,
+                qkv, pages, self.table, each.tiles, attended, each.workspace, each.config,
+                kv_scales=kv_scales, overlap=self._overlaps,
+                first_key=self.first_key, sees_all=self.sees_all,
             )  # fmt: skip
         linear.linear_residual(attended, layer.out, hidden, layer.out_bias, self._linear, num_sms=num_sms)
         linear.norm_gate_up(
