@@ -3,8 +3,9 @@
     python3 -m benchmarks.mask_pictures docs/mask-scene.png --scene 5 --times 1 2.5 4.5
     python3 -m benchmarks.mask_pictures docs/mask-street.png --clip CLIP --rules none codec difference --times 30
 
-One panel for each rule and time, side by side. A scene is drawn by tools/watch, with little noise of a camera, and encoded with
-x264 at four frames a second. Prints the share that each panel keeps, and as the last line one JSON document.
+One panel for each rule and time, side by side. A scene is drawn by tools/watch, with little noise of a camera, and
+encoded with x264 at four frames a second. Prints the share that each panel keeps, and as the last line one JSON
+document.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The text is cut into windows; each token but the first of a window is predicted 
 products are those of a CPU, or their plain twins on a GPU, so this says nothing of kernels, whose tests do.
 
     python3 -m benchmarks.perplexity TEXT MODEL [MODEL …] [--tokens 16384] [--window 512] [--quantised off]
-        [--dtype float32] [--kv-dtype auto] [--device cpu]
+        [--dtype float32] [--kv-dtype auto] [--round-rows] [--device cpu]
 
 TEXT may be compressed by xz. MODEL is what `faser serve --model` takes, or `default`. Perplexities compare if models
 share a tokenizer. The last line is one JSON document.
@@ -27,7 +27,10 @@ from torch import Tensor
 from faser.config import KV_DTYPES
 from faser.models.config import DTYPES
 from faser.models.layers import rotate
-from faser.models.source import open_target
+from faser.models.quantised import folders
+from faser.models.quantised.matrix import Weight
+from faser.models.quantised.placement import Placement
+from faser.models.source import FolderSource, GgufSource, open_target
 from faser.models.transformer import Attend, Transformer
 from faser.runtime.kv_cache import KvFormat, round_kv
 
@@ -70,6 +73,22 @@ def causal_attention(model: Transformer, num_rows: int, kv: KvFormat | None = No
     return attend
 
 
+class _Kept(Placement):
+    """Matrices as they are in the folder: plain twins multiply by them."""
+
+    def place(self, weight: Weight) -> Weight:
+        return weight.to(self.dtype) if isinstance(weight, Tensor) else weight
+
+
+def load_rounding(source: FolderSource | GgufSource, dtype: torch.dtype) -> Transformer:
+    """A folder of 8-bit floats whose products round rows to 8 bits, as those of a GPU do with `--quantised on`."""
+    scheme = source.config.quantisation
+    if not isinstance(source, FolderSource) or scheme is None or scheme.bits != 8:
+        raise SystemExit(f"--round-rows: {source.path} is no folder of 8-bit floats")
+    kept = _Kept(dtype, torch.device("cpu"), keeps=True)
+    return folders.load(source.path, source.config, dtype, placement=kept)
+
+
 def read_text(path: Path) -> str:
     return (lzma.open(path) if path.suffix == ".xz" else path.open("rb")).read().decode()
 
@@ -84,7 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise SystemExit(f"{name} has no tokenizer; choose a folder or GGUF file that has one")
         token_ids = tokenizer.encode(text)[: args.tokens]
         dtype, window = getattr(torch, args.dtype), min(args.window, source.config.max_positions)
-        model = source.load(dtype, source.config.max_positions, lambda *_: None, args.device, args.quantised)
+        if args.round_rows:
+            model = load_rounding(source, dtype)
+        else:
+            model = source.load(dtype, source.config.max_positions, lambda *_: None, args.device, args.quantised)
         kv = KvFormat.rounded(model) if args.kv_dtype == "fp8" else KvFormat.of(model)
         started = time.perf_counter()
         value = perplexity(model, token_ids, window, kv)
@@ -107,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument("--kv-dtype", default="auto", choices=KV_DTYPES, help="round keys and values, too (auto: no)")
     parser.add_argument("--quantised", default="off", choices=("on", "off"), help="multiply by the stored codes (off)")
+    parser.add_argument("--round-rows", action="store_true", help="8-bit floats: round the rows of products, too")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     return parser
 

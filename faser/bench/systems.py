@@ -114,6 +114,7 @@ def load_engine(model: str | None, draft: str | None, options: EngineOptions, ch
             "draft": draft_name(model, draft),
             "device": torch.cuda.get_device_name() if kind == "cuda" else kind,
             "dtype": str(pair.target.dtype).removeprefix("torch."),
+            "kv_dtype": options.kv_dtype,
             "max_running": engine.scheduler.limits.max_running,
             "prefix_caching": options.prefix_caching,
             "acceptance": options.acceptance,

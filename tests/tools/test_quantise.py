@@ -55,6 +55,13 @@ def test_a_quantised_folder_loads_with_weights_close_to_the_originals(original, 
     assert open_target(str(tmp_path / "out")).tokenizer() is not None
 
 
+def test_a_folder_whose_blocks_are_cut_is_said_to_be_read_wrongly_elsewhere(original, tmp_path, capsys):
+    write(original, tmp_path / "cut", "fp8-block")
+    assert "transformers 5.23 reads these wrongly" in capsys.readouterr().out, "an MLP of 192"
+    write(original, tmp_path / "rows", "fp8-channel")
+    assert "wrongly" not in capsys.readouterr().out
+
+
 def test_clipping_lowers_the_error_on_the_inputs_it_was_made_for():
     random = torch.Generator().manual_seed(0)
     weight = torch.randn(32, 128, generator=random)

@@ -51,8 +51,12 @@ def load(
     progress: Update | None = None,
     max_positions: int | None = None,
     quantised: Mode = "auto",
+    placement: Placement | None = None,
 ) -> Transformer:
-    """Read a quantised model; besides it no more than one of its matrices is in memory."""
+    """Read a quantised model; besides it no more than one of its matrices is in memory.
+
+    `placement`: how its matrices are held; None: as `quantised` says.
+    """
     assert config.quantisation is not None
     folder = Path(folder)
     kv_scales, catalogue = take_kv_scales(folder, read_model_catalogue(folder, config), config)
@@ -65,7 +69,7 @@ def load(
     check_tensors(catalogue, vectors)
     fill(vectors, catalogue, None)
     head = None if config.tie_embeddings else "lm_head"
-    made = assemble(model, reader.read, Placement.choose(quantised, dtype, device), head)
+    made = assemble(model, reader.read, placement or Placement.choose(quantised, dtype, device), head)
     made.kv_scales = kv_scales
     return made
 

@@ -9,6 +9,7 @@ in float64, whose last bits are lost when its results are rounded to the dtype o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from faser.arrays import IntArray
-from faser.models.transformer import Attend, Transformer
+from faser.models.transformer import Transformer
 from faser.runtime.cpu.runner import CpuAttention, FeaturePages, Group, ModelRunner, Rows
 from faser.runtime.kv_cache import KvFormat, round_kv
 
@@ -29,13 +30,7 @@ class RoundedAttention(CpuAttention):
     dtype = torch.float64
 
     def __init__(
-        self,
-        model: Transformer,
-        pages: torch.Tensor,
-        table: IntArray,
-        rows: Rows,
-        kv: KvFormat,
-        **seen: Any,
+        self, model: Transformer, pages: torch.Tensor, table: IntArray, rows: Rows, *, kv: KvFormat, **seen: Any
     ) -> None:
         super().__init__(model, pages, table, rows, **seen)
         self._num_rows = rows.num_rows
@@ -74,7 +69,7 @@ class RoundedRunner(ModelRunner):
         features: FeaturePages | None = None,
     ) -> None:
         super().__init__(model, pages, max_slots, max_tokens, features)
-        self._kv = kv
+        self._make_attention = partial(RoundedAttention, kv=kv)
 
     def _run(self, rows: Rows, hidden: torch.Tensor, first: int, last: int | None) -> torch.Tensor:
         """In blocks of rows. Each sees what the blocks before it have stored."""
@@ -84,9 +79,6 @@ class RoundedRunner(ModelRunner):
             padded = F.pad(hidden[some], (0, 0, 0, ROWS - block.num_rows))
             out[some] = super()._run(block, padded, first, last)[: block.num_rows]
         return out
-
-    def _attention(self, rows: Rows, positions: IntArray | None) -> Attend:
-        return RoundedAttention(self.model, self._pages, self._table, rows, self._kv, **self._seen(rows, positions))
 
 
 def _blocks(rows: Rows) -> Iterator[tuple[int, Rows]]:

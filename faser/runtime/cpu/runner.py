@@ -12,11 +12,10 @@ which keeps the fused kernel on its fast path.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 import torch
@@ -180,6 +179,7 @@ class ModelRunner(Runner):
         self._windows = (window,) * model.num_layers if window is not None else model.config.layer_windows
         self.model = model
         self.features = features
+        self._make_attention: Callable[..., CpuAttention] = CpuAttention
         self.rotary: RotaryPositions | None = None  # of a model whose tokens stand in space and time
 
     def admit(self, new: Admission) -> None:
@@ -212,11 +212,10 @@ class ModelRunner(Runner):
         return self.model.run_layers(hidden, attend, first, last)
 
     def _attention(self, rows: Rows, positions: IntArray | None) -> Attend:
-        return CpuAttention(self.model, self._pages, self._table, rows, **self._seen(rows, positions))
-
-    def _seen(self, rows: Rows, positions: IntArray | None) -> dict[str, Any]:
-        """Where the rows stand, and what they see of their contexts."""
-        return {"positions": positions, "windows": self._windows, "first": self._first[rows.slots]}
+        return self._make_attention(
+            self.model, self._pages, self._table, rows, positions=positions, windows=self._windows,
+            first=self._first[rows.slots],
+        )  # fmt: skip
 
     def _run_and_keep(self, features: FeaturePages, rows: Rows, hidden: torch.Tensor, attend: Attend) -> torch.Tensor:
         kept, done = [], 0

@@ -248,21 +248,21 @@ def attend(
     workspace: AttentionWorkspace,
     config: AttentionConfig,
     scale: float | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
     overlap: bool = False,
     first_key: int = 0,
     sees_all: bool = False,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
     windowed: Windowed | None = None,
 ) -> None:
     """Causal attention of the rows of the tiles to their requests' keys from first_key on, into out.
 
-    With `sees_all` it is not causal: a row sees all rows of its request. Pages of 8-bit floats hold keys and values
-    divided by kv_scales. With `windowed` a row sees the sinks and a window; the page table may have anything where no
-    row sees a key.
+    With `sees_all` it is not causal: a row sees all rows of its request. With `windowed` a row sees the sinks and a
+    window; the page table may have anything where no row sees a key.
 
     qkv [R, num_heads + 2 * num_kv_heads, head_dim], contiguous, its queries rotated; pages [num_pages, page_size,
     2 * num_kv_heads, head_dim], the step's own keys and values already in them; table [slots, columns] int32; out [R,
-    num_heads * head_dim], contiguous. Rows outside all tiles are left as they are.
+    num_heads * head_dim], contiguous. Rows outside all tiles are left as they are. Pages of 8-bit floats hold keys and
+    values divided by kv_scales.
 
     With `overlap` the launch starts while the one before it on the stream still runs and waits for it before it reads
     qkv and pages: behind rotate_and_write, this hides a launch (1.5 to 2 µs). Table and tiles are read sooner and must
@@ -287,8 +287,9 @@ def attend(
         config.rows_per_tile, config.num_splits, config.num_sms,
         config.min_split // config.block_n, max(MAX_SPLIT, config.min_split) // config.block_n,
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size,
+        rounded=pages.dtype is ROUNDED,
         block_m=config.block_m, block_n=config.block_n, is_split=config.num_splits > 1, overlap=overlap,
-        first_key=first_key, sees_all=sees_all, rounded=pages.dtype is ROUNDED,
+        first_key=first_key, sees_all=sees_all,
         starts=starts, cos=cos, sin=sin, unturned=unturned,
         window=0 if window is None else window.size, sinks=0 if window is None else window.sinks,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=overlap,

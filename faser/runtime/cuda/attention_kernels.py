@@ -86,16 +86,16 @@ def attend_kernel(
     qkv, pages, table, out, partial, log_sums, arrived,
     first_row, num_rows, start, slot, tile_request, tile_offset, num_tiles,
     table_stride, scale, value_scale, rows_per_tile, num_splits, num_sms, min_share, max_share,
+    rounded: tl.constexpr,
     num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, page_size: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, is_split: tl.constexpr, overlap: tl.constexpr,
-    first_key: tl.constexpr, sees_all: tl.constexpr, rounded: tl.constexpr,
+    first_key: tl.constexpr, sees_all: tl.constexpr,
     starts, cos, sin, unturned, window: tl.constexpr, sinks: tl.constexpr,
 ):  # fmt: skip
     """One program for a split of a tile at one key head. Queries are [block_m, head_dim], keys [block_n, head_dim].
 
-    A share is a split's blocks of keys. Unless is_split there is one split, and no code for more. If `rounded`, pages
-    hold 8-bit floats: `scale` has the scale of the keys in it, and results are multiplied by that of the values. With a
-    window splits share what the tile sees of it; the first split also has the sinks.
+    A share is a split's blocks of keys. Unless is_split there is one split, and no code for more. With a window splits
+    share what the tile sees of it; the first split also has the sinks.
     """
     kv_head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request = tl.load(tile_request + tile)
@@ -185,7 +185,7 @@ def attend_kernel(
     if deferred:
         total = tl.sum(total, 1)
     acc = acc / total[:, None]
-    if rounded:
+    if rounded:  # pages hold 8-bit floats; the scale of the keys is part of `scale`
         acc = acc * value_scale
     result = out + (flat_row * num_heads + head)[:, None] * head_dim + dim[None, :]
     if is_split:

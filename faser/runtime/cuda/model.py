@@ -55,9 +55,9 @@ class CudaModel:
         page_size: int,
         lanes: Lanes,
         *,
-        writes: bool = False,
         kv: KvFormat | None = None,
         window: KeyWindow | None = None,
+        writes: bool = False,
     ) -> None:
         """`window`: what every layer sees of a context, instead of what the model's config says."""
         config, device, dtype = model.config, model.device, model.dtype
@@ -338,8 +338,9 @@ class CudaModel:
         )  # fmt: skip
         for each in attending:
             attention.attend(
-                qkv, pages, self.table, each.tiles, attended, each.workspace, each.config, overlap=self._overlaps,
-                first_key=self.first_key, sees_all=self.sees_all, kv_scales=kv_scales, windowed=self._windows[index],
+                qkv, pages, self.table, each.tiles, attended, each.workspace, each.config,
+                kv_scales=kv_scales, overlap=self._overlaps,
+                first_key=self.first_key, sees_all=self.sees_all, windowed=self._windows[index],
             )  # fmt: skip
         linear.linear_residual(attended, layer.out, hidden, layer.out_bias, self._linear, num_sms=num_sms)
         linear.norm_gate_up(

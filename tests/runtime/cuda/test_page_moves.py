@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from faser.runtime.cuda.page_moves import BLOCK, move_pages
-from faser.step import PageMoves
+from faser.runtime.cuda.page_moves import BLOCK, copy_entries, move_pages
+from faser.step import KvCopies, PageMoves
 
 SHAPES = {
     "a page smaller than a block": (3, 12, 4, 4, 16),
@@ -30,6 +30,20 @@ def test_pages_are_found_at_their_destination_in_every_layer(place, shape, is_sp
     moves = PageMoves(np.array([11, 3, 7]), np.array([0, 5, 10]))
     expected[:, [0, 5, 10]] = expected[:, [11, 3, 7]]
     move_pages(pages, moves)
+    assert torch.equal(whole, expected)
+
+
+def test_pages_and_entries_of_eight_bits_are_copied_byte_by_byte(device):
+    whole = torch.randint(0, 256, (3, 12, 4, 4, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    whole = whole.to(device)
+    pages, expected = whole.view(torch.float8_e4m3fn)[:, :10], whole.clone()
+    expected[:, [0, 5]] = expected[:, [9, 3]]
+    move_pages(pages, PageMoves(np.array([9, 3]), np.array([0, 5])))
+    assert torch.equal(whole, expected)
+    entries = expected[:, :10].flatten(1, 2)
+    entries[:, [2, 7]] = entries[:, [7, 30]].clone()
+    expected[:, :10] = entries.view(3, 10, 4, 4, 16)
+    copy_entries(pages, KvCopies(np.array([7, 30]), np.array([2, 7])))
     assert torch.equal(whole, expected)
 
 
