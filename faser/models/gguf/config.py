@@ -83,7 +83,7 @@ def _count_or_zero(fields: Fields, key: str) -> int:
 
 
 def _windows(fields: Fields, arch: str, config: ModelConfig) -> tuple[int, ...]:
-    """By layer, the keys that a row sees. The pattern is a flag for each layer, or n: all but every n-th layer slide."""
+    """By layer, the keys that a row sees. The pattern: a flag for each layer, or n, and all but every n-th slide."""
     size = _count_or_zero(fields, f"{arch}.attention.sliding_window")
     if not 0 < size < config.max_positions:
         return ()
