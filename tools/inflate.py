@@ -117,6 +117,7 @@ def _refuse_features(config: ModelConfig) -> None:
         "qkv_bias (biases of queries, keys and values)": config.qkv_bias,
         "out_bias (a bias after attention)": config.out_bias,
         "qk_norm (norms of queries and keys)": config.qk_norm,
+        "sliding windows": bool(config.windows),
     }.items():
         if present:
             raise ConfigError(f"the {config.family} model has {feature}; expected a plain Llama: choose one without")

@@ -92,6 +92,10 @@ class ProfiledCost:
         """Each further drafted token."""
         return self._draft.factor * self._next_draft(requests, context)
 
+    def read_by_draft(self, num_tokens: IntArray) -> IntArray:
+        """[B] tokens that the draft reads of contexts of num_tokens [B]."""
+        return num_tokens if self._draft_span is None else np.minimum(num_tokens, self._draft_span)
+
     def parts(self, plan: StepPlan) -> StepSeconds:
         """Seconds of both models in the step."""
         lead, draft, verify = self._corrected(plan)
@@ -132,7 +136,7 @@ class ProfiledCost:
         first = float(self._first_draft(work.num_drafting, work.draft_context, work.catch_up_rows))
         lengths = plan.by_draft.lengths
         deeper = np.arange(1, int(lengths.max()))[:, None] < lengths
-        rows, read = deeper.sum(axis=1), deeper @ _read(plan, self._draft_span)
+        rows, read = deeper.sum(axis=1), deeper @ self.read_by_draft(plan.num_tokens)
         lead = 0 if plan.overlap is None else int(plan.overlap.lead.max(initial=0))
         others = self._next_draft(rows, read)
         if not lead:
@@ -181,13 +185,9 @@ class Work(NamedTuple):
     draft_context: int  # tokens that the draft reads
 
 
-def _read(plan: StepPlan, draft_span: int | None) -> IntArray:
-    """[B] tokens that the draft reads of each context."""
-    return plan.num_tokens if draft_span is None else np.minimum(plan.num_tokens, draft_span)
-
-
 def work_of(plan: StepPlan, draft_span: int | None = None) -> Work:
     """`draft_span`: tokens of a context that the draft reads at most; None: all."""
+    read = plan.num_tokens if draft_span is None else np.minimum(plan.num_tokens, draft_span)
     num_decoding = int(np.count_nonzero(plan.samples & (plan.num_rows == 1)))
     num_rows = int(plan.num_rows.sum())
     longest = int(plan.draft_rows.max(initial=0))
@@ -197,7 +197,7 @@ def work_of(plan: StepPlan, draft_span: int | None = None) -> Work:
         context=num_rows + int(plan.start.sum()),
         num_drafting=int(np.count_nonzero(plan.draft_rows)) if longest else 0,
         catch_up_rows=int(plan.draft_rows.sum()) if longest > MAX_STEADY_LAG else 0,
-        draft_context=int((plan.draft_rows > 0) @ _read(plan, draft_span)) if longest else 0,
+        draft_context=int((plan.draft_rows > 0) @ read) if longest else 0,
     )
 
 

@@ -129,6 +129,7 @@ class DraftPlanner:
             seconds=seconds,
             confidence=None if result.confidence is None else result.confidence[samples],
             is_looked_up=None if plan.lookup is None or not self._has_draft else plan.lookup.is_looked_up[samples],
+            num_tokens=plan.num_tokens[samples],
         )
         policy.learn(outcome)
         if overlap is not None:

@@ -38,7 +38,9 @@ _MOST = {
     "intermediate_size": 2**21, "vocab_size": 2**24, "max_positions": 2**27,
 }  # fmt: skip
 _MAX_ROTARY = 2**31  # positions × head_dim: 8 GiB of rotary tables
-_MISTRAL_WINDOW = 4096  # the default of sliding_window in a Mistral config
+# defaults of transformers, where a config leaves a key out
+_MISTRAL_WINDOW = _QWEN_WINDOW = 4096  # sliding_window
+_QWEN_FULL_LAYERS = 28  # max_window_layers: the first layers, which see whole contexts
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,7 @@ class ModelConfig:
             dtype=_dtype(fields),
             quantisation=read_quantisation(fields),
         )
+        config = replace(config, windows=_windows(fields, config))
         refuse_shapes(config, where)
         return config
 
@@ -155,6 +158,8 @@ class ModelConfig:
         if _architecture(text) not in FAMILIES:
             raise text.refuse(f"the architecture {_architecture(text)}", f"expected one of {', '.join(FAMILIES)}")
         config = cls.from_dict(data, generation, text.where)
+        if config.windows or text.flag("use_sliding_window"):
+            raise text.refuse("use_sliding_window (a sliding window in a model with eyes)")
         vision = eyes.read_vision_config(fields, architecture, config.hidden_size, config.vocab_size)
         if vision.has_spatial_positions:
             config = replace(config, rope=replace(config.rope, sections=_sections(text, config.head_dim)))
@@ -184,7 +189,6 @@ def _architecture(fields: Fields) -> str:
 
 
 def _refuse_unsupported(fields: Fields, family: str) -> None:
-    _refuse_sliding_window(fields, family)
     activation = fields.data.get("hidden_act", "silu")
     if activation != "silu":
         raise fields.refuse(f"hidden_act={activation!r} (an activation other than 'silu')")
@@ -192,22 +196,35 @@ def _refuse_unsupported(fields: Fields, family: str) -> None:
         raise fields.refuse("mlp_bias (biases in the MLP)")
 
 
-def _refuse_sliding_window(fields: Fields, family: str) -> None:
-    """Refuse windowed attention. A window as long as the context is full attention, and passes."""
+def _windows(fields: Fields, config: ModelConfig) -> tuple[int, ...]:
+    """By layer, the keys that a row sees. A window as long as the context is full attention."""
+    layers = range(config.num_layers)
+    if config.family == "mistral":
+        size = fields.integer("sliding_window", _MISTRAL_WINDOW, null=config.max_positions)
+        slides = [True for _ in layers]
+    elif config.family in ("qwen2", "qwen3") and fields.flag("use_sliding_window"):
+        size = fields.integer("sliding_window", _QWEN_WINDOW, null=config.max_positions)
+        first = 0 if fields.get("max_window_layers") == 0 else fields.integer("max_window_layers", _QWEN_FULL_LAYERS)
+        slides = _layer_types(fields) or [layer >= first for layer in layers]
+        if len(slides) != config.num_layers:
+            raise fields.refuse(f"layer_types of {len(slides)} layers", f"expected a list of {config.num_layers} types")
+    else:
+        if any(_layer_types(fields)):
+            raise fields.refuse("layer_types with sliding_attention, without a window that is in use")
+        return ()
+    windows = tuple(size if slide and size < config.max_positions else 0 for slide in slides)
+    return windows if any(windows) else ()
+
+
+def _layer_types(fields: Fields) -> list[bool]:
+    """Which layers have a sliding window, if the config says so by layer; else an empty list."""
     layer_types = fields.get("layer_types") or []
     if not isinstance(layer_types, list):
         raise fields.wrong("layer_types", layer_types, "a list")
-    others = sorted({str(each) for each in layer_types} - {"full_attention"})
+    others = sorted({str(each) for each in layer_types} - {"full_attention", "sliding_attention"})
     if others:
         raise fields.refuse(f"layer_types with {', '.join(others)}")
-    if family in ("qwen2", "qwen3") and fields.flag("use_sliding_window"):
-        raise fields.refuse("use_sliding_window (a sliding window)")
-    if family != "mistral":
-        return
-    max_positions = fields.integer("max_position_embeddings")
-    window = fields.integer("sliding_window", _MISTRAL_WINDOW, null=max_positions)
-    if window < max_positions:
-        raise fields.refuse(f"sliding_window={window} (a sliding window shorter than the context)")
+    return [each == "sliding_attention" for each in layer_types]
 
 
 def refuse_shapes(config: ModelConfig, where: str) -> None:
@@ -351,6 +368,8 @@ def config_dict(config: ModelConfig, dtype: str) -> dict[str, Any]:
     names = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
     if config.family not in names or config.qkv_bias != config.out_bias:
         raise ConfigError(f"a {config.family} with its biases cannot be written; expected a Llama or Qwen3 as usual")
+    if config.windows:
+        raise ConfigError("a model with sliding windows cannot be written; expected one whose layers see all")
     if config.vision is not None:
         raise ConfigError("a model with eyes cannot be written; write its language model, whose config has no vision")
     if config.rope.factors:

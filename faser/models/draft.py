@@ -44,7 +44,7 @@ class Patch:
 
 def apply_patch(target: Transformer, patch: Patch) -> Transformer:
     """The draft. It shares the target's embedding and, unless its vocabulary is short, the head."""
-    config = replace(target.config, num_layers=len(patch.source_layers), vision=None)
+    config = patched_config(target.config, patch)
     draft = Transformer.shared(target, config, short_vocabulary=patch.vocabulary)
     draft.final_norm.copy_(patch.final_norm)
     for layer, source, difference, norms in zip(
@@ -57,6 +57,12 @@ def apply_patch(target: Transformer, patch: Patch) -> Transformer:
             else:
                 tensor.copy_(norms[name])
     return draft
+
+
+def patched_config(target: ModelConfig, patch: Patch) -> ModelConfig:
+    """The shape of the draft."""
+    windows = tuple(target.windows[layer] for layer in patch.source_layers) if target.windows else ()
+    return replace(target, num_layers=len(patch.source_layers), vision=None, windows=windows)
 
 
 def read_patch(path: str | Path, target: ModelConfig) -> Patch:
@@ -135,7 +141,9 @@ def _read_tensor(file: gguf.GgufFile, name: str, shape: tuple[int, ...]) -> Tens
 
 
 def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    model = Transformer.empty(replace(config, num_layers=1, vision=None), torch.float32, "meta", max_positions=1)
+    model = Transformer.empty(
+        replace(config, num_layers=1, vision=None, windows=()), torch.float32, "meta", max_positions=1
+    )
     return {name: tuple(tensor.shape) for name, tensor in model.layers[0].tensors().items()}
 
 

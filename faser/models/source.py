@@ -8,7 +8,7 @@ text to both; vocabularies padded to different sizes fit where the tokenizers ag
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -188,7 +188,7 @@ def open_draft(name: str, target: FolderSource | GgufSource) -> DraftSource:
     """The named draft, checked against its target."""
     if gguf.is_gguf(name) and gguf.open_file(name).architecture == patches.ARCHITECTURE:
         patch = patches.read_patch(name, target.config)
-        return PatchSource(Path(name), replace(target.config, num_layers=len(patch.source_layers), vision=None), patch)
+        return PatchSource(Path(name), patches.patched_config(target.config, patch), patch)
     head = None if gguf.is_gguf(name) else _open_head(name, target.config)
     if head is not None:
         return head

@@ -3,7 +3,8 @@
 Knows counts of accepted and tried tokens; no lengths and no costs. All policies that estimate acceptance do it here.
 A token whose predecessors were accepted is itself accepted more often than the first token of a draft, so every
 position has a rate of its own: over all requests, with decaying weights. A request differs from the others by one
-factor on the odds of all its positions, taken from its own counts, which are shrunk to the mean of all requests.
+factor on the odds of all its positions, taken from its own counts, which are shrunk to the mean of all requests with
+contexts about as long: a draft may know a long context worse than a short one, or see only a window of it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from faser.policy.base import PRIOR_RATE, PRIOR_WEIGHT, BatchView, Outcome
 from faser.rules.stopping import accepted_chance, log_odds
 
 REQUEST_PRIOR_WEIGHT = 16.0  # tried tokens the mean of all requests counts as against a request's own
+CONTEXT_BOUNDS = np.array([512, 2048, 8192, 32_768])  # tokens; contexts between two bounds are about as long
+CONTEXT_PRIOR_WEIGHT = 64.0  # tried tokens the mean of all requests counts as against those of about that context
 ACCEPTANCE_DECAY = 0.998  # of counts, at every step: half-life 346 steps
 CALIBRATION_WEIGHT = 4.0  # tried tokens that the initial calibration counts as, about
 MIN_CALIBRATION, MAX_CALIBRATION = (-8.0, 0.0), (8.0, 8.0)  # bounds of offset and factor
@@ -27,6 +30,7 @@ class Acceptance:
     def __init__(self, depth: int) -> None:
         self._tried: FloatArray = np.zeros(depth)
         self._accepted: FloatArray = np.zeros(depth)
+        self._context_tried, self._context_accepted = np.zeros((2, CONTEXT_BOUNDS.size + 1))
 
     @property
     def rates(self) -> FloatArray:
@@ -48,12 +52,29 @@ class Acceptance:
         self._tried *= ACCEPTANCE_DECAY
         self._accepted *= ACCEPTANCE_DECAY
         if lengths.any():
-            self._tried += _count_above(np.minimum(accepted + 1, lengths), size)
+            tried = np.minimum(accepted + 1, lengths)
+            self._tried += _count_above(tried, size)
             self._accepted += _count_above(accepted, size)
+            self._learn_contexts(outcome, tried, accepted)
+
+    def _learn_contexts(self, outcome: Outcome, tried: IntArray, accepted: IntArray) -> None:
+        self._context_tried *= ACCEPTANCE_DECAY
+        self._context_accepted *= ACCEPTANCE_DECAY
+        if outcome.num_tokens is not None:
+            place = np.searchsorted(CONTEXT_BOUNDS, outcome.num_tokens)
+            np.add.at(self._context_tried, place, tried)
+            np.add.at(self._context_accepted, place, accepted)
+
+    def context_rates(self, num_tokens: IntArray) -> FloatArray:
+        """[B] of all requests with contexts about as long, over all positions."""
+        place = np.searchsorted(CONTEXT_BOUNDS, num_tokens)
+        rates = self._context_accepted + CONTEXT_PRIOR_WEIGHT * self.mean
+        return (rates / (self._context_tried + CONTEXT_PRIOR_WEIGHT))[place]
 
     def request_rates(self, view: BatchView) -> FloatArray:
         """[B] one rate for all positions of a request."""
-        return _bounded((view.accepted + REQUEST_PRIOR_WEIGHT * self.mean) / (view.tried + REQUEST_PRIOR_WEIGHT))
+        expected = REQUEST_PRIOR_WEIGHT * self.context_rates(view.num_tokens)
+        return _bounded((view.accepted + expected) / (view.tried + REQUEST_PRIOR_WEIGHT))
 
     def position_rates(self, view: BatchView, depth: int | None = None) -> FloatArray:
         """[B, depth] of each request and position; their cumulative product is the survival of its draft."""

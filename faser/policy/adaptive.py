@@ -189,7 +189,7 @@ class Adaptive(Policy):
 
     def _catch_up_pays(self, view: BatchView, cost: ProfiledCost, drafting: BoolArray, late: BoolArray) -> bool:
         """Whether the `late` requests save more seconds, together and until they end, than their catch-up takes."""
-        number, context = int(np.count_nonzero(drafting)), float(drafting @ view.num_tokens)
+        number, context = int(np.count_nonzero(drafting)), float(drafting @ cost.read_by_draft(view.num_tokens))
         rows = int(drafting @ view.lag)
         seconds = float(cost.first_draft(number, context, rows) - cost.first_draft(number, context))
         rest = np.minimum(view.remaining, TYPICAL_REST + view.num_output)
@@ -236,7 +236,8 @@ class Adaptive(Policy):
         """Another token is drafted for all requests at once: its cost depends on how many they have drafted."""
         size, context = view.num_requests, float(view.num_tokens.sum())
         rows = cost.verify(size * ROWS, context, view.num_prefill_rows)
-        seconds = cost.next_draft(size, context) + (rows[1:] - rows[:-1]) + stop_seconds
+        read = float(cost.read_by_draft(view.num_tokens).sum())
+        seconds = cost.next_draft(size, read) + (rows[1:] - rows[:-1]) + stop_seconds
         return Stopping(self._checked_acceptance.position_rates(view), seconds, price, self._calibration.weights)
 
     def _price(self, share: float, row: float) -> float:
@@ -256,6 +257,7 @@ class _DecodingBatch:
         self.host = cost.host
         self._cost = cost
         self._context = float(view.num_tokens.sum())
+        self._draft_context = float(cost.read_by_draft(view.num_tokens).sum())
         self._max_drafts = min(MAX_DRAFTS, self.size * DEPTH)
         rows, prompt_rows = self.size + DRAFTS[: self._max_drafts + 1], view.num_prefill_rows
         # [drafts + 1] of the verification: without prompt rows, and with those of this step
@@ -271,7 +273,7 @@ class _DecodingBatch:
     def drafts(self) -> tuple[FloatArray, FloatArray]:
         """[size + 1] of the draft's first token, and of each further one, by the requests that draft it."""
         drafting = np.arange(self.size + 1)
-        context = (drafting * (self._context / self.size)).astype(np.float64)
+        context = (drafting * (self._draft_context / self.size)).astype(np.float64)
         return self._cost.first_draft(drafting, context), self._cost.next_draft(drafting, context)
 
     def row_beside_prompts(self) -> float:

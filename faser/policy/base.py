@@ -88,6 +88,7 @@ class Outcome:
     seconds: float
     confidence: FloatArray | None = None  # [B, depth] of the drafted tokens, where confidence checks were made
     is_looked_up: BoolArray | None = None  # whose drafts were not made by the draft; None: nobody's
+    num_tokens: IntArray | None = None  # context before the step, where it is known
 
     @property
     def of_draft(self) -> tuple[IntArray, IntArray]:

@@ -30,7 +30,7 @@ def seconds_by_length(view: BatchView, max_length: int) -> FloatArray:
     assert view.cost is not None
     reached = reaches(view.limit, max_length)
     positions = np.tri(max_length + 1, max_length, -1, dtype=np.int64)  # length k has the positions 1 … k
-    drafting, read = positions * reached.sum(axis=1), positions * (reached @ view.num_tokens)
+    drafting, read = positions * reached.sum(axis=1), positions * (reached @ view.cost.read_by_draft(view.num_tokens))
     context = float(view.num_tokens.sum())
     return ragged_seconds(view.cost, view.num_requests, context, drafting, read, view.num_prefill_rows)
 
@@ -40,7 +40,7 @@ def step_seconds(
 ) -> float:
     """Seconds of a step with these lengths. `catch_up_rows`: rows of the first draft forward if any draft is behind."""
     reached = reaches(lengths, max(1, int(lengths.max())))
-    drafting, read, context = reached.sum(axis=1), reached @ num_tokens, float(num_tokens.sum())
+    drafting, read, context = reached.sum(axis=1), reached @ cost.read_by_draft(num_tokens), float(num_tokens.sum())
     return float(ragged_seconds(cost, lengths.size, context, drafting, read, prompt_rows, catch_up_rows))
 
 

@@ -44,7 +44,10 @@ def load(start: Start) -> Served:
         policy=scheduler.drafts.policy.name,
         device=pair.target.device.type,
         dtype=str(pair.target.dtype).removeprefix("torch."),
-        reasons={**_reasons(start, options, pair.target.device.type), "sampling": recommended.origin},
+        reasons={
+            **_reasons(start, options, pair.target.device.type, scheduler.limits.draft_span),
+            "sampling": recommended.origin,
+        },
         vocab_size=pair.target.config.vocab_size,
         end_ids=list(pair.target.config.eos_token_ids),
         max_model_len=scheduler.limits.max_model_len,
@@ -90,18 +93,21 @@ def _kv_bytes(pair: LoadedPair, kv: KvFormat, scheduler: Scheduler) -> int:
     return total
 
 
-def _reasons(start: Start, options: EngineOptions, device: str) -> dict[str, str]:
+def _reasons(start: Start, options: EngineOptions, device: str, draft_span: int | None) -> dict[str, str]:
     """The reason of each choice, for the lines printed at start-up."""
     has_draft = draft_name(start.model, start.draft) is not None
     policy = "the default with a draft" if has_draft else "the default without a draft"
     own_dtype = "fastest on a CPU" if device == "cpu" else "the checkpoint's own"
+    draft = "as asked" if start.draft is not None else "ships with FASER" if start.model is None else "none named"
+    if draft_span is not None:
+        draft += f"; it sees {draft_span} tokens of a context"
     sized = options.kv_memory is not None or options.num_pages is not None
     return {
         "device": why_device(options.device),
         "dtype": "as asked" if options.dtype != "auto" else own_dtype,
         "policy": policy if options.policy is None else "as asked",
         "kv": "as asked" if sized else _WHY_KV[device],
-        "draft": "as asked" if start.draft is not None else "ships with FASER" if start.model is None else "none named",
+        "draft": draft,
     }
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from faser.errors import ModelError, UnsupportedModel
-from faser.models.config import ModelConfig, Rope
+from faser.errors import ConfigError, ModelError, UnsupportedModel
+from faser.models.config import ModelConfig, Rope, config_dict
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -133,14 +134,38 @@ def test_a_window_as_long_as_the_context_is_full_attention() -> None:
     assert ModelConfig.from_dict(QWEN2 | unused).family == "qwen2"
 
 
+WINDOW = {"use_sliding_window": True, "sliding_window": 16}
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (MISTRAL | {"sliding_window": 64}, (64, 64, 64)),
+        ({k: v for k, v in MISTRAL.items() if k != "sliding_window"} | {"max_position_embeddings": 8192}, (4096,) * 3),
+        (QWEN2 | WINDOW | {"max_window_layers": 1}, (0, 16, 16)),
+        (QWEN2 | WINDOW | {"max_window_layers": 0}, (16, 16, 16)),
+        (QWEN2 | WINDOW, ()),
+        (QWEN2 | WINDOW | {"max_window_layers": 0, "sliding_window": None}, ()),
+        (QWEN3 | WINDOW | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, (16, 0, 16)),
+    ],
+)
+def test_each_layer_has_its_window(config: dict[str, Any], windows: tuple[int, ...]) -> None:
+    found = ModelConfig.from_dict(config)
+    assert found.windows == windows
+    assert (found.page_window is not None) == (bool(windows) and all(windows))
+
+
+def test_a_model_with_windows_is_not_written_without_them() -> None:
+    with pytest.raises(ConfigError, match="sliding windows cannot be written"):
+        config_dict(replace(ModelConfig.from_dict(LLAMA), windows=(8, 8, 8)), "float32")
+
+
 # ---- what is refused ----
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (MISTRAL | {"sliding_window": 64}, "sliding_window=64"),
-    ({key: value for key, value in MISTRAL.items() if key != "sliding_window"} | {"max_position_embeddings": 8192},
-     "sliding_window=4096"),
-    (QWEN2 | {"use_sliding_window": True}, "use_sliding_window"),
+    (QWEN2 | WINDOW | {"layer_types": ["sliding_attention"]}, "a list of 3 types"),
     (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+    (QWEN3 | WINDOW | {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
     (LLAMA | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}, "mixture of experts"),
     (LLAMA | {"architectures": ["Qwen3MoeForCausalLM"]}, "mixture of experts"),
     (LLAMA | {"num_experts": 4}, "mixture of experts"),

@@ -339,7 +339,6 @@ def test_loading_peaks_below_one_and_a_fifth_times_the_weights(tmp_path: Path) -
     ("metadata", "message"),
     [
         ({"expert_count": 8}, "mixture of experts"),
-        ({"attention.sliding_window": 64}, "a sliding window"),
         ({"rope.scaling.type": "longrope"}, "rope.scaling.type='longrope'"),
         (
             {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.yarn_log_multiplier": 0.1},
@@ -371,6 +370,17 @@ def test_a_window_as_long_as_the_context_is_full_attention(
 ) -> None:
     path = write_hf(tmp_path / "model.gguf", oracle, **{"attention.sliding_window": 128})
     assert loader.read_config(path).max_positions == 128
+
+
+@pytest.mark.parametrize(
+    ("pattern", "windows"), [({}, (64, 64)), ({"pattern": [False, True]}, (0, 64)), ({"pattern": 2}, (64, 0))]
+)
+def test_a_window_is_that_of_all_layers_or_of_those_of_its_pattern(
+    pattern: dict[str, Any], windows: tuple[int, ...], oracle: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
+    metadata = {f"attention.sliding_window_{name}": value for name, value in pattern.items()}
+    path = write_hf(tmp_path / "model.gguf", oracle, **{"attention.sliding_window": 64}, **metadata)
+    assert loader.read_config(path).windows == windows
 
 
 def test_another_architecture_is_refused_with_the_choices(tmp_path: Path) -> None:

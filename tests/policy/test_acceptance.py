@@ -62,6 +62,23 @@ def test_a_request_has_the_mean_of_all_requests_and_then_more_and_more_its_own_r
     assert acceptance.mean < 0.2
 
 
+def test_a_new_request_is_judged_by_those_with_contexts_about_as_long():
+    acceptance, contexts = Acceptance(3), np.array([200, 20_000])
+    for _ in range(300):
+        acceptance.learn(replace(make_outcome([3, 3], [3, 0]), num_tokens=contexts))
+    short, long, between = acceptance.request_rates(make_view(3, num_tokens=[300, 30_000, 4000]))
+    assert short > 0.9
+    assert long < 0.2
+    assert between == pytest.approx(acceptance.mean, abs=0.01), "of such contexts nothing is known"
+
+
+def test_contexts_that_nobody_names_change_nothing():
+    acceptance = Acceptance(3)
+    for _ in range(50):
+        acceptance.learn(make_outcome([3], [1]))
+    assert acceptance.request_rates(make_view(2, num_tokens=[10, 99_999])) == pytest.approx(acceptance.mean)
+
+
 def test_no_depth_beyond_the_one_given_is_learned():
     acceptance = Acceptance(3)
     for _ in range(500):

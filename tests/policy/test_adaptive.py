@@ -11,7 +11,7 @@ from faser.cost.profiled_cost import ProfiledCost
 from faser.policy.adaptive import CHECK_GAIN, DEPTH, MAX_CHECKED, MAX_RUNNING, Adaptive
 from faser.policy.base import BatchView
 from faser.policy.evidence import UNTRUSTED_LENGTH
-from tests.policy.profiles import H200, SMOOTH, make_outcome, make_view
+from tests.policy.profiles import H200, SMOOTH, curve, make_outcome, make_view
 
 GOOD, BAD = {"accepted": 190, "tried": 200}, {"accepted": 2, "tried": 200}
 
@@ -205,3 +205,22 @@ def test_costs_that_cannot_be_trusted_get_short_drafts():
 
     assert longest(error=0.05) > UNTRUSTED_LENGTH
     assert 0 < longest(error=1.0) <= UNTRUSTED_LENGTH
+
+
+def test_a_long_context_and_a_short_one_get_their_own_lengths():
+    """New requests: what is known of them is how long their contexts are."""
+    policy, contexts = Adaptive(), np.array([200, 32_000])
+    for _ in range(200):
+        policy.learn(replace(make_outcome([4, 4], [4, 0]), num_tokens=contexts))
+    short, long = policy.lengths(make_view(2, num_tokens=contexts, profile=H200)).tolist()
+    assert short >= 3
+    assert long <= 1
+
+
+def test_a_draft_that_sees_a_window_drafts_longer_in_long_contexts():
+    """Its reading costs the same however long they are."""
+    profile = replace(H200, first_draft=curve((1, 256), (0.8, 2.2), 1e-7), next_draft=curve((1, 256), (0.7, 2.1), 1e-7))
+    view = make_view(4, num_tokens=4000, profile=profile, accepted=80, tried=100)
+    whole = Adaptive().lengths(view)
+    windowed = Adaptive().lengths(replace(view, cost=ProfiledCost(profile, draft_span=1028)))
+    assert windowed.sum() > whole.sum()

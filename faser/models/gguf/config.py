@@ -45,6 +45,7 @@ def read_config(path: str | Path) -> ModelConfig:
         bos_token_id=optional_id(fields, "tokenizer.ggml.bos_token_id"),
         dtype=_dtype(tensors.values()),
     )
+    config = replace(config, windows=_windows(fields, arch, config))
     refuse_shapes(config, str(header.path))
     return config
 
@@ -59,9 +60,6 @@ def refuse_unsupported(header: GgufFile) -> None:
         raise fields.refuse(f"mixture of experts (MoE, {arch}.expert_count)")
     if arch not in ARCHITECTURES:
         raise fields.refuse(f"the architecture {arch!r}", f"expected one of {', '.join(ARCHITECTURES)}")
-    window = _count_or_zero(fields, f"{arch}.attention.sliding_window")
-    if 0 < window < _count(fields, f"{arch}.context_length"):
-        raise fields.refuse(f"{arch}.attention.sliding_window={window} (a sliding window)")
     for tensor in header.tensors.values():
         if tensor.type not in TENSOR_TYPES:
             raise UnsupportedModel(
@@ -82,6 +80,24 @@ def _count(fields: Fields, key: str, default: Any = REQUIRED) -> int:
 
 def _count_or_zero(fields: Fields, key: str) -> int:
     return _count(fields, key) if fields.get(key) else 0
+
+
+def _windows(fields: Fields, arch: str, config: ModelConfig) -> tuple[int, ...]:
+    """By layer, the keys that a row sees. The pattern: a flag for each layer, or n, and all but every n-th slide."""
+    size = _count_or_zero(fields, f"{arch}.attention.sliding_window")
+    if not 0 < size < config.max_positions:
+        return ()
+    key = f"{arch}.attention.sliding_window_pattern"
+    pattern, layers = fields.get(key), range(config.num_layers)
+    if pattern is None:
+        slides = [True for _ in layers]
+    elif isinstance(pattern, list) and len(pattern) == config.num_layers:
+        slides = [bool(each) for each in pattern]
+    else:
+        period = fields.integer(key)
+        slides = [layer % period < period - 1 for layer in layers]
+    windows = tuple(size if slide else 0 for slide in slides)
+    return windows if any(windows) else ()
 
 
 def _num_layers(header: GgufFile, arch: str) -> int:

@@ -149,6 +149,8 @@ def _read_layers(data: Mapping[str, Any], where: str, default_type: str) -> Mode
     if model_type == "qwen3" and data.get("rope_theta") is None and theta is None:
         raise fields.wrong("rope_theta", None, "a positive number, for which programs assume different defaults")
     layers = ModelConfig.from_dict({**data, "architectures": [_FAMILIES[model_type]]}, where=where)
+    if layers.windows or fields.flag("use_sliding_window"):
+        raise fields.refuse("use_sliding_window or sliding_attention (a head with a sliding window)")
     return replace(layers, tie_embeddings=False, eos_token_ids=(), bos_token_id=None)
 
 

@@ -257,3 +257,12 @@ def test_a_windowed_draft_drafts_as_on_the_cpu(device):
     assert outcome.tokens == expected.tokens == reference(target, requests).tokens
     assert outcome.total.accepted > 0
     assert outcome.stats == expected.stats, "the same drafts"
+
+
+def test_a_target_with_sliding_windows_gets_the_tokens_of_the_cpu(device):
+    target = Transformer.random(replace(CONFIGS["mistral"], head_dim=16, num_layers=2, windows=(12, 0)), 0, std=0.3)
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    requests = [Request(id="a", prompt_token_ids=tuple(range(3, 40)), params=params, seed=0)]
+    outcome = serve(make_engine(device, target, make_draft(target), Fixed(2)), requests)
+    assert outcome.tokens == reference(target, requests).tokens
+    assert outcome.total.drafted > 0
