@@ -19,6 +19,7 @@ exact two-sided p of McNemar's test. Chance is the share of the most common answ
 
     python3 -m benchmarks.watch_quality --tiny --windows 36                         # random weights: tests the harness
     python3 -m benchmarks.watch_quality FOLDER --windows 2000 --device cuda --workers 14
+    python3 -m benchmarks.watch_quality --shares --windows 48       # what the codec keeps of the scenes; no model runs
 
 Aim: codec 1 within 2 points of dense and at least 5 above random; reuse with anchors within 3. The last line is one
 JSON document. On a CPU the run fails where `once` and `dense` differ; on a GPU the number of differing answers is a
@@ -42,7 +43,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.lib.watch_arms import CODEC, SLIGHT, SelectingEncoder, Stream, StreamSettings, make_stream
+from benchmarks.lib.watch_arms import CODEC, QUALITIES, SLIGHT, SelectingEncoder, Stream, StreamSettings, make_stream
 from faser.arrays import BoolArray
 from faser.build import build_engine
 from faser.config import EngineOptions
@@ -389,28 +390,42 @@ def make_streams(settings: StreamSettings, args: argparse.Namespace) -> Iterator
             yield streams
 
 
+def stream_settings(args: argparse.Namespace, vision: VisionSettings) -> StreamSettings:
+    num_frames = args.window + args.before * args.stride
+    scene = SceneSettings(
+        side=args.side, num_frames=num_frames, max_things=args.things, held_out=True, most_noise=args.noise
+    )
+    return StreamSettings(
+        scene=scene, window=args.window, stride=args.stride, gop=args.gop, questions=args.questions, vision=vision
+    )
+
+
 def measure(args: argparse.Namespace) -> Figures:
     asker = make_asker(*load(args), args)
-    settings = StreamSettings(
-        scene=SceneSettings(
-            side=args.side, num_frames=args.window + (args.before * args.stride), max_things=args.things, held_out=True
-        ),
-        window=args.window,
-        stride=args.stride,
-        gop=args.gop,
-        questions=args.questions,
-        vision=asker.settings,
-    )
     figures = Figures(asker.prompts)
-    for streams in make_streams(settings, args):
+    for streams in make_streams(stream_settings(args, asker.settings), args):
         figures.add(streams, {arm.name: asker.ask(arm, streams) for arm in ARMS})
         print(f"{len(figures.questions)} questions", file=sys.stderr, flush=True)
     return figures
 
 
+def shares(args: argparse.Namespace) -> dict[str, Any]:
+    """Mean share of tokens that the judged windows keep under the codec's rules, by x264's quality."""
+    kept: dict[str, dict[str, list[float]]] = {rule: {} for rule in (CODEC, SLIGHT)}
+    number = EVALUATION
+    for streams in make_streams(stream_settings(args, TINY_VISION), args):
+        for stream in streams:
+            for rule, by_quality in kept.items():
+                media, _ = stream.window(rule, stream.num_windows - 1)
+                by_quality.setdefault(f"crf {QUALITIES[number % len(QUALITIES)]}", []).append(media.kept_share)
+            number += 1
+    return {rule: {name: float(np.mean(each)) for name, each in sorted(of.items())} for rule, of in kept.items()}
+
+
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="faser-watch: packed eyes, or a whole folder")
+    parser.add_argument("--shares", action="store_true", help="no model: what the codec keeps of the scenes")
     parser.add_argument("--tiny", action="store_true", help="a tiny model with random weights instead")
     parser.add_argument(
         "--windows", type=int, default=2000, help="scenes, of each of which one window is judged (2000)"
@@ -422,6 +437,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--gop", type=int, default=16, help="frames from one I-frame to the next, at most (16)")
     parser.add_argument("--side", type=int, default=224, help="pixels of a frame (224)")
     parser.add_argument("--things", type=int, default=8, help="most things in a scene (8)")
+    parser.add_argument("--noise", type=float, default=5.0, help="most levels of the cameras' noise, at least 0.5 (5)")
     parser.add_argument("--batch", type=int, default=32, help="streams at once (32)")
     parser.add_argument("--workers", type=int, default=0, help="processes that draw scenes (0: this one)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -430,8 +446,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    if args.tiny == (args.model is not None):
-        parser().error("give a model or --tiny")
+    if args.tiny + args.shares + (args.model is not None) != 1:
+        parser().error("give a model, --tiny or --shares")
+    if args.shares:
+        kept = shares(args)
+        for rule, by_quality in kept.items():
+            print(f"{rule:12}" + "".join(f"{name:>8} {share:.3f}" for name, share in by_quality.items()))
+        print(json.dumps({"benchmark": "watch_quality", "windows": args.windows, "noise": args.noise, "kept": kept}))
+        return 0
     found = {"benchmark": "watch_quality", "model": args.model or "tiny, random weights", "windows": args.windows}
     found |= measure(args).document()
     print_tables(found)

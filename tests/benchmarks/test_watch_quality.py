@@ -101,10 +101,21 @@ def test_pairs_and_kinds_add_up(found):
         assert pair["points"] == pytest.approx(100 * (one - other))
 
 
-def test_a_model_or_tiny_must_be_given(capsys):
-    with pytest.raises(SystemExit):
-        main([])
-    assert "give a model or --tiny" in capsys.readouterr().err
+def test_shares_of_scenes_need_no_model_and_less_noise_is_pruned_more(capsys):
+    def kept(noise: str) -> float:
+        assert main([*SIZES[1:], "--shares", "--windows", "3", "--noise", noise]) == 0
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert set(found["kept"][CODEC]) == {"crf 20", "crf 26", "crf 32"}
+        return sum(found["kept"][CODEC].values())
+
+    assert kept("0.5") < kept("20")
+
+
+def test_a_model_tiny_or_shares_must_be_given(capsys):
+    for arguments in ([], ["--tiny", "--shares"], ["--tiny", "folder"]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert "give a model, --tiny or --shares" in capsys.readouterr().err
 
 
 # ---- statistics ----

@@ -36,6 +36,7 @@ class SceneSettings:
     num_frames: int = 16
     max_things: int = 8
     held_out: bool = False  # families and background that training never draws
+    most_noise: float = 5.0  # of a camera, in levels; the least is 0.5
 
     def __post_init__(self) -> None:
         assert self.num_frames >= 4, "a window has two pairs of frames or more"
@@ -262,7 +263,7 @@ def render(plan: Plan) -> NDArray[np.uint8]:
         _draw_thing(frames, thing, plan.full_boxes[:, index].astype(int), plan.exists[:, index])
     light = 1 + random.uniform(-0.12, 0.12) * np.linspace(-1, 1, settings.num_frames) * (random.random() < 0.5)
     frames *= light.astype(np.float32)[:, None, None, None]
-    _add_noise(frames, random.uniform(0.5, 5), random)
+    _add_noise(frames, random.uniform(0.5, settings.most_noise), random)
     return np.clip(frames, 0, 255, out=frames).astype(np.uint8)
 
 
