@@ -163,6 +163,12 @@ def test_lost_connections_are_resumed_where_they_broke(browser: Browser, seeing_
     page.close()
 
 
+def test_a_narrow_screen_does_not_scroll_sideways(page: Page, seeing_server: Any) -> None:
+    page.set_viewport_size({"width": 380, "height": 800})
+    _open(page, seeing_server)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 380
+
+
 def test_stop_ends_the_session_on_the_server(page: Page, seeing_server: Any) -> None:
     _start(page, speed="0.5")
     page.wait_for_function("document.querySelectorAll('#answers li').length > 0")
