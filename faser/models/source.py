@@ -8,7 +8,7 @@ text to both; vocabularies padded to different sizes fit where the tokenizers ag
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
