@@ -20,6 +20,7 @@ class Choice:
     text: str = ""
     finish_reason: str | None = None
     tokens: list[str] = field(default_factory=list)  # if log-probabilities were requested
+    gaps: list[float] = field(default_factory=list, compare=False)  # between the two likeliest tokens, likewise
 
     def take(self, choice: dict[str, Any]) -> None:
         """Add a choice of an answer or of an event."""
@@ -27,7 +28,11 @@ class Choice:
         self.text += said.get("content") or said.get("text") or ""
         self.finish_reason = choice["finish_reason"] or self.finish_reason
         logprobs = choice.get("logprobs") or {}
-        self.tokens += logprobs.get("tokens") or [token["token"] for token in logprobs.get("content") or ()]
+        content = logprobs.get("content") or ()
+        self.tokens += logprobs.get("tokens") or [token["token"] for token in content]
+        tops = [list(top.values()) for top in logprobs.get("top_logprobs") or ()]
+        tops += [[each["logprob"] for each in token["top_logprobs"]] for token in content]
+        self.gaps += [top[0] - top[1] for top in (sorted(top, reverse=True) for top in tops) if len(top) > 1]
 
 
 @dataclass

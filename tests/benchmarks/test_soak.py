@@ -97,11 +97,31 @@ def test_books_that_do_not_agree_are_told():
 
 def test_a_text_that_differs_is_told_and_one_half_read_is_a_beginning():
     plain = [completed()]
-    assert check_output([completed()], plain) == []
-    assert "with speculation" in check_output([completed(text="abcx")], plain)[0]
+    assert check_output([completed()], plain) == ([], [])
+    assert "with speculation" in check_output([completed(text="abcx")], plain)[0][0]
     half = replace(completed(text="ab", reason=None), left=True, item=replace(GOOD, kind=LEAVING[0]))
-    assert check_output([half], plain) == []
-    assert check_output([replace(half, choices=[Choice("b")])], plain)
+    assert check_output([half], plain) == ([], [])
+    assert check_output([replace(half, choices=[Choice("b")])], plain)[0]
+
+
+@pytest.mark.parametrize(("temperature", "gap", "is_tie"), [(0, 2e-7, True), (0, 1e-3, False), (1, 2e-7, False)])
+def test_only_greedy_texts_may_part_and_only_at_a_tie(temperature, gap, is_tie):
+    item = replace(GOOD, body={**GOOD.body, "temperature": temperature})
+    plain = [replace(completed(item), choices=[Choice("abcd", "length", gaps=[0.5, gap])])]
+    found, ties = check_output([completed(item, text="abcx")], plain)
+    assert (len(found), len(ties)) == ((0, 1) if is_tie else (1, 0))
+
+
+def test_gaps_are_those_of_both_endpoints():
+    choice = Choice()
+    choice.take(
+        {"text": "a", "finish_reason": None, "logprobs": {"tokens": ["a"], "top_logprobs": [{"a": -1, "b": -3}]}}
+    )
+    tops = [{"token": "a", "logprob": -2.5}, {"token": "b", "logprob": -1.0}]
+    choice.take(
+        {"text": "a", "finish_reason": "length", "logprobs": {"content": [{"token": "b", "top_logprobs": tops}]}}
+    )
+    assert (choice.tokens, choice.gaps) == (["a", "b"], [2, 1.5])
 
 
 def test_only_requests_with_a_text_are_sent_again_and_whole():
@@ -109,6 +129,8 @@ def test_only_requests_with_a_text_are_sent_again_and_whole():
     refused = Outcome(replace(GOOD, status=400), 400)
     (again,) = comparable([completed(streamed), refused])
     assert (again.body, again.pause) == (GOOD.body, 0)
+    (greedy,) = comparable([completed(replace(GOOD, body={**GOOD.body, "temperature": 0}))])
+    assert greedy.body["logprobs"] == 2
 
 
 def test_growth_is_that_after_the_warm_up(monkeypatch):

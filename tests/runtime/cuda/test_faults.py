@@ -22,8 +22,8 @@ from tests.tiny import CONFIGS, make_draft
 def scene():
     """One layer and few tokens, because the interpreter is slow; three requests, and what they get."""
     target = Transformer.random(replace(CONFIGS["llama3"], head_dim=16, num_layers=1), 0, std=0.3)
-    params = SamplingParams(max_tokens=3, ignore_eos=True)
-    requests = [Request(id=str(n), prompt_token_ids=(5, 6, 7 + n), params=params, seed=n) for n in range(3)]
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    requests = [Request(id=str(n), prompt_token_ids=(5, 7 + n), params=params, seed=n) for n in range(3)]
     return target, make_draft(target), requests, reference(target, requests)
 
 
