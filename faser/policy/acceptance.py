@@ -14,24 +14,58 @@ from faser.arrays import FloatArray, IntArray
 from faser.policy.base import PRIOR_RATE, PRIOR_WEIGHT, BatchView, Outcome
 from faser.rules.stopping import accepted_chance, log_odds
 
+POSITION_PRIOR_WEIGHT = 6.0  # tried tokens that the prior counts as, at each position
 REQUEST_PRIOR_WEIGHT = 16.0  # tried tokens the mean of all requests counts as against a request's own
-ACCEPTANCE_DECAY = 0.998  # of counts, at every step: half-life 346 steps
+OWN_WEIGHT = 256.0  # tried tokens that a request's own count as at most: older ones count less
+ACCEPTANCE_DECAY = 0.998  # of counts, at every step with drafts: half-life 346 steps
+RECENT_DECAY = 0.95  # of the counts of recent steps: half-life 14 steps
+CHANGE_ERRORS = 4.0  # standard errors by which recent steps differ once the text has changed
+CHANGED_WEIGHT = 8.0  # tried tokens that the steps which showed it then count as
+LEAST_PAUSE, MOST_PAUSE = 128, 512  # steps without drafts before drafts get another chance
+PAUSE_FALL = 4  # steps by which a pause is shorter, for every step with drafts
+HELD_WEIGHT = 32.0  # tried tokens that what is known counts as, at least, during a pause
+CHANCE_WEIGHT = 1.0  # tried tokens that everything known then counts as
 CALIBRATION_WEIGHT = 4.0  # tried tokens that the initial calibration counts as, about
 MIN_CALIBRATION, MAX_CALIBRATION = (-8.0, 0.0), (8.0, 8.0)  # bounds of offset and factor
 MIN_RATE, MAX_RATE = 0.02, 0.99  # bounds of every estimate
 
 
 class Acceptance:
-    """Rates of all requests together, by position, and each request's own."""
+    """Rates of all requests together, by position, and each request's own.
 
-    def __init__(self, depth: int) -> None:
+    Old steps count less and less. If recent steps differ from the estimate by more than chance explains, the text has
+    changed its character: what was known before them is forgotten, of single requests too. While nothing is drafted
+    nothing is learned, and what is known stays; after a pause it is forgotten, so that drafts get another chance.
+    Pauses double as long as drafting ends again soon.
+    """
+
+    def __init__(self, depth: int, *, is_checked: bool = False) -> None:
+        self._is_checked = is_checked  # deep tokens were drafted only where the draft was confident
         self._tried: FloatArray = np.zeros(depth)
         self._accepted: FloatArray = np.zeros(depth)
+        self._recent: FloatArray = np.zeros((2, depth))  # tried and accepted of the latest steps
+        self._own = _OwnCounts()
+        self._num_idle = 0  # steps without drafts since the last one with drafts, or since the last chance
+        self._pause = LEAST_PAUSE
 
     @property
     def rates(self) -> FloatArray:
         """[depth] of all requests: P(accepted | all predecessors in the draft accepted)."""
-        return (self._accepted + PRIOR_RATE * PRIOR_WEIGHT) / (self._tried + PRIOR_WEIGHT)
+        return (self._accepted + PRIOR_RATE * POSITION_PRIOR_WEIGHT) / (self._tried + POSITION_PRIOR_WEIGHT)
+
+    @property
+    def likely_rates(self) -> FloatArray:
+        """[depth] the same, but a position that was hardly tried is taken to be like the one before it.
+
+        Not where drafts were checked: there a position says nothing of the next one.
+        """
+        if self._is_checked:
+            return self.rates
+        rates, before = [], PRIOR_RATE
+        for accepted, tried in zip(self._accepted.tolist(), self._tried.tolist(), strict=True):
+            before = (accepted + before * POSITION_PRIOR_WEIGHT) / (tried + POSITION_PRIOR_WEIGHT)
+            rates.append(before)
+        return np.array(rates)
 
     @property
     def mean(self) -> float:
@@ -45,21 +79,85 @@ class Acceptance:
         lengths, accepted = outcome.of_draft
         if depth is not None:
             accepted, lengths = np.minimum(accepted, depth), np.minimum(lengths, depth)
-        self._tried *= ACCEPTANCE_DECAY
-        self._accepted *= ACCEPTANCE_DECAY
-        if lengths.any():
-            self._tried += _count_above(np.minimum(accepted + 1, lengths), size)
-            self._accepted += _count_above(accepted, size)
+        if not lengths.any():
+            self._idle()
+            return
+        self._num_idle, self._pause = 0, max(LEAST_PAUSE, self._pause - PAUSE_FALL)
+        counts = np.stack([_count_above(np.minimum(accepted + 1, lengths), size), _count_above(accepted, size)])
+        self._tried = ACCEPTANCE_DECAY * self._tried + counts[0]
+        self._accepted = ACCEPTANCE_DECAY * self._accepted + counts[1]
+        self._recent = RECENT_DECAY * self._recent + counts
+        if self._has_changed():
+            self._tried, self._accepted = self._recent.copy()
+            self._weigh(CHANGED_WEIGHT)
+            self._own.forget(REQUEST_PRIOR_WEIGHT)
+
+    def _has_changed(self) -> bool:
+        """Whether recent steps cannot be explained by the rates of all steps."""
+        tried, accepted = self._recent
+        rates = self.rates
+        gap = float((accepted - tried * rates).sum())
+        return gap * gap > CHANGE_ERRORS**2 * float((tried * rates * (1 - rates)).sum() + 1.0)
+
+    def _idle(self) -> None:
+        """A step without drafts. After a pause drafts get another chance: rates below the prior are forgotten."""
+        self._num_idle += 1
+        tried = float(self._tried[0])
+        if tried > HELD_WEIGHT:
+            self._scale(ACCEPTANCE_DECAY)
+        elif self._num_idle >= self._pause:
+            self._num_idle, self._pause = 0, min(MOST_PAUSE, 2 * self._pause)
+            if self.mean < PRIOR_RATE:
+                self._weigh(CHANCE_WEIGHT)
+                self._own.forget(CHANCE_WEIGHT)
+
+    def _weigh(self, most: float) -> None:
+        """What is known counts as at most so many tried tokens."""
+        self._scale(most / max(most, float(self._tried[0])))
+
+    def _scale(self, factor: float) -> None:
+        for counts in (self._tried, self._accepted, self._recent):
+            counts *= factor
 
     def request_rates(self, view: BatchView) -> FloatArray:
         """[B] one rate for all positions of a request."""
-        return _bounded((view.accepted + REQUEST_PRIOR_WEIGHT * self.mean) / (view.tried + REQUEST_PRIOR_WEIGHT))
+        accepted, tried = self._own.of(view)
+        return _bounded((accepted + REQUEST_PRIOR_WEIGHT * self.mean) / (tried + REQUEST_PRIOR_WEIGHT))
 
     def position_rates(self, view: BatchView, depth: int | None = None) -> FloatArray:
         """[B, depth] of each request and position; their cumulative product is the survival of its draft."""
         factor = _odds(self.request_rates(view)) / _odds(_bounded(np.array(self.mean)))
-        odds = _odds(_bounded(self.rates[:depth])) * factor[:, None]
+        odds = _odds(_bounded(self.likely_rates[:depth])) * factor[:, None]
         return _bounded(odds / (1 + odds))
+
+
+class _OwnCounts:
+    """Accepted and tried tokens of each request, of which the latest count most. A view has only totals."""
+
+    def __init__(self) -> None:
+        self._totals: FloatArray = np.zeros((2, 0))  # [accepted and tried, slots] of the latest view of each slot
+        self._counts: FloatArray = np.zeros((2, 0))  # of these, as much as still counts
+
+    def of(self, view: BatchView) -> FloatArray:
+        """[2, B] accepted and tried."""
+        slots = view.slots
+        if slots.size and slots.max() >= self._totals.shape[1]:
+            more = ((0, 0), (0, int(slots.max()) + 1 - self._totals.shape[1]))
+            self._totals, self._counts = np.pad(self._totals, more), np.pad(self._counts, more)
+        totals: FloatArray = np.array((view.accepted, view.tried), dtype=np.float64)
+        gained = totals - self._totals[:, slots]
+        counts = self._counts[:, slots]
+        is_new = gained[1] < 0  # another request has taken the slot
+        if is_new.any():
+            counts[:, is_new], gained[:, is_new] = 0.0, totals[:, is_new]
+        counts += gained
+        counts *= OWN_WEIGHT / np.maximum(OWN_WEIGHT, counts[1])
+        self._totals[:, slots], self._counts[:, slots] = totals, counts
+        return counts
+
+    def forget(self, weight: float) -> None:
+        """Every request's counts weigh at most this much."""
+        self._counts *= weight / np.maximum(weight, self._counts[1])
 
 
 class Calibration:
