@@ -16,10 +16,10 @@ from faser.rules.stopping import accepted_chance, log_odds
 
 POSITION_PRIOR_WEIGHT = 6.0  # tried tokens that the prior counts as, at each position
 REQUEST_PRIOR_WEIGHT = 16.0  # tried tokens the mean of all requests counts as against a request's own
-OWN_WEIGHT = 256.0  # tried tokens that a request's own count as at most: older ones count less
 ACCEPTANCE_DECAY = 0.998  # of counts, at every step with drafts: half-life 346 steps
 RECENT_DECAY = 0.95  # of the counts of recent steps: half-life 14 steps
 CHANGE_ERRORS = 4.0  # standard errors by which recent steps differ once the text has changed
+CHANGE_INTERVAL = 4  # steps with drafts between two looks
 CHANGED_WEIGHT = 8.0  # tried tokens that the steps which showed it then count as
 LEAST_PAUSE, MOST_PAUSE = 128, 512  # steps without drafts before drafts get another chance
 PAUSE_FALL = 4  # steps by which a pause is shorter, for every step with drafts
@@ -41,17 +41,18 @@ class Acceptance:
 
     def __init__(self, depth: int, *, is_checked: bool = False) -> None:
         self._is_checked = is_checked  # deep tokens were drafted only where the draft was confident
-        self._tried: FloatArray = np.zeros(depth)
-        self._accepted: FloatArray = np.zeros(depth)
-        self._recent: FloatArray = np.zeros((2, depth))  # tried and accepted of the latest steps
+        self._counts: FloatArray = np.zeros((2, depth))  # tried and accepted
+        self._recent: FloatArray = np.zeros((2, depth))  # of the latest steps
         self._own = _OwnCounts()
+        self._num_steps = 0  # with drafts
         self._num_idle = 0  # steps without drafts since the last one with drafts, or since the last chance
         self._pause = LEAST_PAUSE
 
     @property
     def rates(self) -> FloatArray:
         """[depth] of all requests: P(accepted | all predecessors in the draft accepted)."""
-        return (self._accepted + PRIOR_RATE * POSITION_PRIOR_WEIGHT) / (self._tried + POSITION_PRIOR_WEIGHT)
+        tried, accepted = self._counts
+        return (accepted + PRIOR_RATE * POSITION_PRIOR_WEIGHT) / (tried + POSITION_PRIOR_WEIGHT)
 
     @property
     def likely_rates(self) -> FloatArray:
@@ -62,7 +63,7 @@ class Acceptance:
         if self._is_checked:
             return self.rates
         rates, before = [], PRIOR_RATE
-        for accepted, tried in zip(self._accepted.tolist(), self._tried.tolist(), strict=True):
+        for tried, accepted in zip(*self._counts.tolist(), strict=True):
             before = (accepted + before * POSITION_PRIOR_WEIGHT) / (tried + POSITION_PRIOR_WEIGHT)
             rates.append(before)
         return np.array(rates)
@@ -70,12 +71,13 @@ class Acceptance:
     @property
     def mean(self) -> float:
         """Of all requests, over all positions, each weighted by how often it was tried."""
-        weight = PRIOR_WEIGHT * self._tried.size
-        return float((self._accepted.sum() + PRIOR_RATE * weight) / (self._tried.sum() + weight))
+        tried, accepted = self._counts.sum(axis=1).tolist()
+        weight = PRIOR_WEIGHT * self._counts.shape[1]
+        return float((accepted + PRIOR_RATE * weight) / (tried + weight))
 
     def learn(self, outcome: Outcome, depth: int | None = None) -> None:
         """Count each request's accepted tokens and its first rejected one; only the first `depth` positions."""
-        size = self._tried.size
+        size = self._counts.shape[1]
         lengths, accepted = outcome.of_draft
         if depth is not None:
             accepted, lengths = np.minimum(accepted, depth), np.minimum(lengths, depth)
@@ -83,27 +85,28 @@ class Acceptance:
             self._idle()
             return
         self._num_idle, self._pause = 0, max(LEAST_PAUSE, self._pause - PAUSE_FALL)
-        counts = np.stack([_count_above(np.minimum(accepted + 1, lengths), size), _count_above(accepted, size)])
-        self._tried = ACCEPTANCE_DECAY * self._tried + counts[0]
-        self._accepted = ACCEPTANCE_DECAY * self._accepted + counts[1]
-        self._recent = RECENT_DECAY * self._recent + counts
-        if self._has_changed():
-            self._tried, self._accepted = self._recent.copy()
+        counts = np.array((_count_above(np.minimum(accepted + 1, lengths), size), _count_above(accepted, size)))
+        self._counts *= ACCEPTANCE_DECAY
+        self._counts += counts
+        self._recent *= RECENT_DECAY
+        self._recent += counts
+        self._num_steps += 1
+        if self._num_steps % CHANGE_INTERVAL == 0 and self._has_changed():
+            self._counts[:] = self._recent
             self._weigh(CHANGED_WEIGHT)
             self._own.forget(REQUEST_PRIOR_WEIGHT)
 
     def _has_changed(self) -> bool:
         """Whether recent steps cannot be explained by the rates of all steps."""
-        tried, accepted = self._recent
-        rates = self.rates
-        gap = float((accepted - tried * rates).sum())
-        return gap * gap > CHANGE_ERRORS**2 * float((tried * rates * (1 - rates)).sum() + 1.0)
+        rates, (tried, accepted) = self.rates, self._recent
+        expected = tried * rates
+        gap = float(accepted.sum() - expected.sum())
+        return gap * gap > CHANGE_ERRORS**2 * (float(expected @ (1 - rates)) + 1.0)
 
     def _idle(self) -> None:
         """A step without drafts. After a pause drafts get another chance: rates below the prior are forgotten."""
         self._num_idle += 1
-        tried = float(self._tried[0])
-        if tried > HELD_WEIGHT:
+        if self._counts[0, 0] > HELD_WEIGHT:
             self._scale(ACCEPTANCE_DECAY)
         elif self._num_idle >= self._pause:
             self._num_idle, self._pause = 0, min(MOST_PAUSE, 2 * self._pause)
@@ -113,11 +116,11 @@ class Acceptance:
 
     def _weigh(self, most: float) -> None:
         """What is known counts as at most so many tried tokens."""
-        self._scale(most / max(most, float(self._tried[0])))
+        self._scale(most / max(most, float(self._counts[0, 0])))
 
     def _scale(self, factor: float) -> None:
-        for counts in (self._tried, self._accepted, self._recent):
-            counts *= factor
+        self._counts *= factor
+        self._recent *= factor
 
     def request_rates(self, view: BatchView) -> FloatArray:
         """[B] one rate for all positions of a request."""
@@ -132,32 +135,39 @@ class Acceptance:
 
 
 class _OwnCounts:
-    """Accepted and tried tokens of each request, of which the latest count most. A view has only totals."""
+    """Accepted and tried tokens of each request, without those that were forgotten. A view has only totals."""
 
     def __init__(self) -> None:
-        self._totals: FloatArray = np.zeros((2, 0))  # [accepted and tried, slots] of the latest view of each slot
-        self._counts: FloatArray = np.zeros((2, 0))  # of these, as much as still counts
+        self._latest: BatchView | None = None
+        self._forgotten: FloatArray | None = None  # [2, slots] of the totals; None: nothing
 
-    def of(self, view: BatchView) -> FloatArray:
-        """[2, B] accepted and tried."""
-        slots = view.slots
-        if slots.size and slots.max() >= self._totals.shape[1]:
-            more = ((0, 0), (0, int(slots.max()) + 1 - self._totals.shape[1]))
-            self._totals, self._counts = np.pad(self._totals, more), np.pad(self._counts, more)
-        totals: FloatArray = np.array((view.accepted, view.tried), dtype=np.float64)
-        gained = totals - self._totals[:, slots]
-        counts = self._counts[:, slots]
-        is_new = gained[1] < 0  # another request has taken the slot
-        if is_new.any():
-            counts[:, is_new], gained[:, is_new] = 0.0, totals[:, is_new]
-        counts += gained
-        counts *= OWN_WEIGHT / np.maximum(OWN_WEIGHT, counts[1])
-        self._totals[:, slots], self._counts[:, slots] = totals, counts
-        return counts
+    def of(self, view: BatchView) -> tuple[FloatArray | IntArray, FloatArray | IntArray]:
+        """[B] accepted, and [B] tried."""
+        self._latest = view
+        if self._forgotten is None:
+            return view.accepted, view.tried
+        forgotten = self._forgotten_of(view)
+        return view.accepted - forgotten[0], view.tried - forgotten[1]
 
     def forget(self, weight: float) -> None:
         """Every request's counts weigh at most this much."""
-        self._counts *= weight / np.maximum(weight, self._counts[1])
+        view = self._latest
+        if view is None or not view.num_requests:
+            return
+        share = 1 - weight / np.maximum(weight, view.tried)
+        self._forgotten = np.zeros((2, int(view.slots.max()) + 1))
+        self._forgotten[:, view.slots] = view.accepted * share, view.tried * share
+
+    def _forgotten_of(self, view: BatchView) -> FloatArray:
+        """[2, B]; nothing where another request has taken the slot."""
+        assert self._forgotten is not None
+        is_known = view.slots < self._forgotten.shape[1]
+        slots = view.slots[is_known]
+        taken = slots[view.tried[is_known] < self._forgotten[1, slots]]
+        self._forgotten[:, taken] = 0.0
+        found: FloatArray = np.zeros((2, view.num_requests))
+        found[:, is_known] = self._forgotten[:, slots]
+        return found
 
 
 class Calibration:

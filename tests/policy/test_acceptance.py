@@ -133,14 +133,17 @@ def test_chance_alone_changes_nothing():
     assert np.ptp(rates[1000:]) < 0.15
 
 
-def test_a_request_is_judged_by_its_latest_tokens_and_another_one_in_its_slot_anew():
-    acceptance = Acceptance(1)
-    for total in range(0, 1001, 100):
-        acceptance.request_rates(make_view(1, accepted=total, tried=total))
-    for more in range(0, 1001, 100):
-        late = acceptance.request_rates(make_view(1, accepted=1000, tried=1000 + more))
-    assert late[0] < 0.1, "over all its tokens half were accepted"
-    assert acceptance.request_rates(make_view(1, accepted=0, tried=0))[0] == pytest.approx(PRIOR_RATE)
+def test_what_is_forgotten_of_a_request_is_not_forgotten_of_the_next_one_in_its_slot():
+    acceptance, totals = Acceptance(1), make_view(4, accepted=400, tried=400)
+    acceptance.request_rates(totals)
+    acceptance._own.forget(16)
+    rates = acceptance.request_rates(replace(totals, tried=np.array([400, 416, 464, 400])))
+    assert rates[0] > rates[1] > rates[2]
+    assert rates[2] < 0.5, "400 of 464 were accepted"
+    others = make_view(6, accepted=0, tried=[0, 0, 0, 10, 10, 400])
+    fresh = Acceptance(1).request_rates(others)
+    assert acceptance.request_rates(others) == pytest.approx(fresh)
+    assert acceptance.request_rates(replace(others, tried=others.tried + 500))[0] < 0.1, "it stays another request"
 
 
 def test_pauses_before_another_chance_double_and_end():
