@@ -5,7 +5,9 @@ the same requests with the same outcomes of drafts (faser/sim), and `faser` is s
 its tokens per second over theirs, and their mean seconds per token over its own. 1 is as good as the best; 0.99 is
 the aim. The best column is chosen by hindsight, cell by cell and figure by figure, so a score of 1 everywhere would
 need a policy that is never unlucky: with N columns of equal worth the best of them is above their mean. The spread
-over seeds beside a score says how much of it is chance.
+over seeds beside a score says how much of it is chance. Where more arrives than can be served, the two figures
+conflict: long drafts end the running requests sooner and leave the others waiting. So a third score, `both`, is below
+1 only where one column is ahead in both figures: it is the better of the two ratios against that column.
 
   pairs        8b-1b and 32b-0.6b: the shipped profiles. 8b-head and fp8-8b-1b: derived from 8b-1b by the arithmetic
                of `as_head` and `as_fp8`; not measured
@@ -67,6 +69,7 @@ TURN_PROMPT, TURN_TOKENS = 256, 1200  # of a request whose text turns; output to
 TURN_SIZES = "1,8,32,128"
 PROMPT_ROWS = 1024  # of the step at which the cost of a prompt row is read off
 FIGURES = ("tokens_per_s", "seconds_per_token")
+BOTH = "both"  # a score: the better of the two, against the column that is ahead in both the most
 COLUMNS = "faser,off,fixed:1,fixed:2,fixed:3,fixed:4,fixed:5,fixed:7,table,goodput,nightjar"
 QUICK = {
     "columns": "faser,off,fixed:1,fixed:2,fixed:4,fixed:7",
@@ -294,6 +297,7 @@ class Score:
 def scores_of(runs: Sequence[Played], subject: str) -> Iterator[Score]:
     for cell in sorted({each.cell for each in runs}):
         mine = [each for each in runs if each.cell == cell]
+        against: dict[str, list[float]] = {}  # by column: its ratios in all figures
         for figure in FIGURES:
             worth: dict[str, dict[int, float]] = {}
             for each in mine:
@@ -307,6 +311,11 @@ def scores_of(runs: Sequence[Played], subject: str) -> Iterator[Score]:
             score = fmean(own.values()) / fmean(others[best].values())
             length = fmean(each.mean_length for each in mine if each.column == subject)
             yield Score(cell, figure, score, best, max(ratios) - min(ratios), length)
+            for name, found in others.items():
+                against.setdefault(name, []).append(fmean(own.values()) / fmean(found.values()))
+        if against:
+            best = min(against, key=lambda name: max(against[name]))
+            yield Score(cell, BOTH, max(against[best]), best, 0.0, length)
 
 
 def show(scores: Sequence[Score], worst: int) -> None:
@@ -325,7 +334,7 @@ def summary_of(scores: Sequence[Score]) -> dict[str, object]:
         below = sum(each < AIM for each in found)
         return {"cells": len(found), "below": below, "worst": min(found), "mean": fmean(found), "best": max(found)}
 
-    return {name: of(name) for name in FIGURES if any(each.figure == name for each in scores)}
+    return {name: of(name) for name in (*FIGURES, BOTH) if any(each.figure == name for each in scores)}
 
 
 # ── a change of the text's character ─────────────────────────────────────────────────────────────────────────────────
