@@ -28,14 +28,15 @@ class DraftCheck:
         self._tried = self._accepted = 0.0  # first tokens of drafts
 
     def learn(self, plan: StepPlan, result: StepResult) -> None:
-        verified = result.num_verified
+        verified, accepted = result.num_verified, result.num_accepted
         if plan.lookup is not None:  # what was looked up says nothing of the draft
-            verified = np.where(plan.lookup.is_looked_up, 0, verified)
+            by_draft = ~plan.lookup.is_looked_up
+            verified, accepted = verified[by_draft], accepted[by_draft]
         tried = int(np.count_nonzero(verified))
         if not tried:
             return
         self._tried += tried
-        self._accepted += int(np.count_nonzero(np.minimum(verified, result.num_accepted)))
+        self._accepted += int(np.count_nonzero(accepted))
         if self._tried >= MEMORY:
             self._tried, self._accepted = self._tried / 2, self._accepted / 2
         self._judge()

@@ -14,7 +14,6 @@ from faser.arrays import FloatArray, IntArray
 from faser.policy.base import PRIOR_RATE, PRIOR_WEIGHT, BatchView, Outcome
 from faser.rules.stopping import accepted_chance, log_odds
 
-POSITION_PRIOR_WEIGHT = 6.0  # tried tokens that the prior counts as, at each position
 REQUEST_PRIOR_WEIGHT = 16.0  # tried tokens the mean of all requests counts as against a request's own
 ACCEPTANCE_DECAY = 0.998  # of counts, at every step with drafts: half-life 346 steps
 RECENT_DECAY = 0.95  # of the counts of recent steps: half-life 14 steps
@@ -52,7 +51,8 @@ class Acceptance:
     def rates(self) -> FloatArray:
         """[depth] of all requests: P(accepted | all predecessors in the draft accepted)."""
         tried, accepted = self._counts
-        return (accepted + PRIOR_RATE * POSITION_PRIOR_WEIGHT) / (tried + POSITION_PRIOR_WEIGHT)
+        rates: FloatArray = (accepted + PRIOR_RATE * PRIOR_WEIGHT) / (tried + PRIOR_WEIGHT)
+        return rates
 
     @property
     def likely_rates(self) -> FloatArray:
@@ -64,7 +64,7 @@ class Acceptance:
             return self.rates
         rates, before = [], PRIOR_RATE
         for tried, accepted in zip(*self._counts.tolist(), strict=True):
-            before = (accepted + before * POSITION_PRIOR_WEIGHT) / (tried + POSITION_PRIOR_WEIGHT)
+            before = (accepted + before * PRIOR_WEIGHT) / (tried + PRIOR_WEIGHT)
             rates.append(before)
         return np.array(rates)
 
