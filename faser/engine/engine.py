@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 from faser.cost.profiled_cost import ProfiledCost
 from faser.cost.step_cost import StepCost
 from faser.engine.activity import Activity
+from faser.engine.draft_check import DraftCheck
 from faser.engine.residency import Place, Residency
 from faser.engine.scheduler import Scheduler
 from faser.engine.slots import OutputChecker
@@ -86,6 +87,7 @@ class Engine:
         self.scheduler = scheduler
         self.executor = executor
         self.stats = EngineStats()
+        self.draft_check = DraftCheck()
         self.cost = cost or StepCost()
         self.exits = exits
         self.residency = residency
@@ -196,6 +198,7 @@ class Engine:
             if self.scheduler.drafts.pace is not None:
                 self.scheduler.drafts.pace.learn(plan, result.seconds, seconds)
         self.scheduler.drafts.teach_policy(plan, result, without_encoding)
+        self.draft_check.learn(plan, result)
 
     def abandon(self, reason: FinishReason = FinishReason.FAILED, keep_waiting: bool = False) -> list[Progress]:
         """End every open request, or only those that run. The engine is then usable again.

@@ -18,69 +18,193 @@ from faser.rules.stopping import accepted_chance, log_odds
 REQUEST_PRIOR_WEIGHT = 16.0  # tried tokens the mean of all requests counts as against a request's own
 CONTEXT_BOUNDS = np.array([512, 2048, 8192, 32_768])  # tokens; contexts between two bounds are about as long
 CONTEXT_PRIOR_WEIGHT = 64.0  # tried tokens the mean of all requests counts as against those of about that context
-ACCEPTANCE_DECAY = 0.998  # of counts, at every step: half-life 346 steps
+ACCEPTANCE_DECAY = 0.998  # of counts, at every step with drafts: half-life 346 steps
+RECENT_DECAY = 0.95  # of the counts of recent steps: half-life 14 steps
+CHANGE_ERRORS = 4.0  # standard errors by which recent steps differ once the text has changed
+CHANGE_INTERVAL = 4  # steps with drafts between two looks
+CHANGED_WEIGHT = 8.0  # tried tokens that the steps which showed it then count as
+LEAST_PAUSE, MOST_PAUSE = 128, 512  # steps without drafts before drafts get another chance
+PAUSE_FALL = 4  # steps by which a pause is shorter, for every step with drafts
+HELD_WEIGHT = 32.0  # tried tokens that what is known counts as, at least, during a pause
+CHANCE_WEIGHT = 1.0  # tried tokens that everything known then counts as
 CALIBRATION_WEIGHT = 4.0  # tried tokens that the initial calibration counts as, about
 MIN_CALIBRATION, MAX_CALIBRATION = (-8.0, 0.0), (8.0, 8.0)  # bounds of offset and factor
 MIN_RATE, MAX_RATE = 0.02, 0.99  # bounds of every estimate
 
 
 class Acceptance:
-    """Rates of all requests together, by position, and each request's own."""
+    """Rates of all requests together, by position, and each request's own.
 
-    def __init__(self, depth: int) -> None:
-        self._tried: FloatArray = np.zeros(depth)
-        self._accepted: FloatArray = np.zeros(depth)
-        self._context_tried, self._context_accepted = np.zeros((2, CONTEXT_BOUNDS.size + 1))
+    Old steps count less and less. If recent steps differ from the estimate by more than chance explains, the text has
+    changed its character: what was known before them is forgotten, of single requests too. While nothing is drafted
+    nothing is learned, and what is known stays; after a pause it is forgotten, so that drafts get another chance.
+    Pauses double as long as drafting ends again soon.
+    """
+
+    def __init__(self, depth: int, *, is_checked: bool = False) -> None:
+        self._is_checked = is_checked  # deep tokens were drafted only where the draft was confident
+        self._counts: FloatArray = np.zeros((2, depth))  # tried and accepted
+        self._recent: FloatArray = np.zeros((2, depth))  # of the latest steps
+        self._own = _OwnCounts()
+        self._contexts = _ContextCounts()
+        self._num_steps = 0  # with drafts
+        self._num_idle = 0  # steps without drafts since the last one with drafts, or since the last chance
+        self._pause = LEAST_PAUSE
 
     @property
     def rates(self) -> FloatArray:
         """[depth] of all requests: P(accepted | all predecessors in the draft accepted)."""
-        return (self._accepted + PRIOR_RATE * PRIOR_WEIGHT) / (self._tried + PRIOR_WEIGHT)
+        tried, accepted = self._counts
+        rates: FloatArray = (accepted + PRIOR_RATE * PRIOR_WEIGHT) / (tried + PRIOR_WEIGHT)
+        return rates
+
+    @property
+    def likely_rates(self) -> FloatArray:
+        """[depth] the same, but a position that was hardly tried is taken to be like the one before it.
+
+        Not where drafts were checked: there a position says nothing of the next one.
+        """
+        if self._is_checked:
+            return self.rates
+        rates, before = [], PRIOR_RATE
+        for tried, accepted in zip(*self._counts.tolist(), strict=True):
+            before = (accepted + before * PRIOR_WEIGHT) / (tried + PRIOR_WEIGHT)
+            rates.append(before)
+        return np.array(rates)
 
     @property
     def mean(self) -> float:
         """Of all requests, over all positions, each weighted by how often it was tried."""
-        weight = PRIOR_WEIGHT * self._tried.size
-        return float((self._accepted.sum() + PRIOR_RATE * weight) / (self._tried.sum() + weight))
+        tried, accepted = self._counts.sum(axis=1).tolist()
+        weight = PRIOR_WEIGHT * self._counts.shape[1]
+        return float((accepted + PRIOR_RATE * weight) / (tried + weight))
 
     def learn(self, outcome: Outcome, depth: int | None = None) -> None:
         """Count each request's accepted tokens and its first rejected one; only the first `depth` positions."""
-        size = self._tried.size
+        size = self._counts.shape[1]
         lengths, accepted = outcome.of_draft
         if depth is not None:
             accepted, lengths = np.minimum(accepted, depth), np.minimum(lengths, depth)
-        self._tried *= ACCEPTANCE_DECAY
-        self._accepted *= ACCEPTANCE_DECAY
-        if lengths.any():
-            tried = np.minimum(accepted + 1, lengths)
-            self._tried += _count_above(tried, size)
-            self._accepted += _count_above(accepted, size)
-            self._learn_contexts(outcome, tried, accepted)
+        if not lengths.any():
+            self._idle()
+            return
+        self._num_idle, self._pause = 0, max(LEAST_PAUSE, self._pause - PAUSE_FALL)
+        tried = np.minimum(accepted + 1, lengths)
+        counts = np.array((_count_above(tried, size), _count_above(accepted, size)))
+        self._counts *= ACCEPTANCE_DECAY
+        self._counts += counts
+        self._recent *= RECENT_DECAY
+        self._recent += counts
+        self._contexts.learn(outcome.num_tokens, tried, accepted)
+        self._num_steps += 1
+        if self._num_steps % CHANGE_INTERVAL == 0 and self._has_changed():
+            self._counts[:] = self._recent
+            self._weigh(CHANGED_WEIGHT)
+            self._own.forget(REQUEST_PRIOR_WEIGHT)
+            self._contexts.forget()
 
-    def _learn_contexts(self, outcome: Outcome, tried: IntArray, accepted: IntArray) -> None:
-        self._context_tried *= ACCEPTANCE_DECAY
-        self._context_accepted *= ACCEPTANCE_DECAY
-        if outcome.num_tokens is not None:
-            place = np.searchsorted(CONTEXT_BOUNDS, outcome.num_tokens)
-            np.add.at(self._context_tried, place, tried)
-            np.add.at(self._context_accepted, place, accepted)
+    def _has_changed(self) -> bool:
+        """Whether recent steps cannot be explained by the rates of all steps."""
+        rates, (tried, accepted) = self.rates, self._recent
+        expected = tried * rates
+        gap = float(accepted.sum() - expected.sum())
+        return gap * gap > CHANGE_ERRORS**2 * (float(expected @ (1 - rates)) + 1.0)
 
-    def context_rates(self, num_tokens: IntArray) -> FloatArray:
-        """[B] of all requests with contexts about as long, over all positions."""
-        place = np.searchsorted(CONTEXT_BOUNDS, num_tokens)
-        rates = self._context_accepted + CONTEXT_PRIOR_WEIGHT * self.mean
-        return (rates / (self._context_tried + CONTEXT_PRIOR_WEIGHT))[place]
+    def _idle(self) -> None:
+        """A step without drafts. After a pause drafts get another chance: rates below the prior are forgotten."""
+        self._num_idle += 1
+        if self._counts[0, 0] > HELD_WEIGHT:
+            self._scale(ACCEPTANCE_DECAY)
+        elif self._num_idle >= self._pause:
+            self._num_idle, self._pause = 0, min(MOST_PAUSE, 2 * self._pause)
+            if self.mean < PRIOR_RATE:
+                self._weigh(CHANCE_WEIGHT)
+                self._own.forget(CHANCE_WEIGHT)
+                self._contexts.forget()
+
+    def _weigh(self, most: float) -> None:
+        """What is known counts as at most so many tried tokens."""
+        self._scale(most / max(most, float(self._counts[0, 0])))
+
+    def _scale(self, factor: float) -> None:
+        self._counts *= factor
+        self._recent *= factor
+        self._contexts.scale(factor)
 
     def request_rates(self, view: BatchView) -> FloatArray:
         """[B] one rate for all positions of a request."""
-        expected = REQUEST_PRIOR_WEIGHT * self.context_rates(view.num_tokens)
-        return _bounded((view.accepted + expected) / (view.tried + REQUEST_PRIOR_WEIGHT))
+        accepted, tried = self._own.of(view)
+        expected = REQUEST_PRIOR_WEIGHT * self._contexts.rates(view.num_tokens, self.mean)
+        return _bounded((accepted + expected) / (tried + REQUEST_PRIOR_WEIGHT))
 
     def position_rates(self, view: BatchView, depth: int | None = None) -> FloatArray:
         """[B, depth] of each request and position; their cumulative product is the survival of its draft."""
         factor = _odds(self.request_rates(view)) / _odds(_bounded(np.array(self.mean)))
-        odds = _odds(_bounded(self.rates[:depth])) * factor[:, None]
+        odds = _odds(_bounded(self.likely_rates[:depth])) * factor[:, None]
         return _bounded(odds / (1 + odds))
+
+
+class _ContextCounts:
+    """Accepted and tried tokens of all requests, by the length of their contexts."""
+
+    def __init__(self) -> None:
+        self._counts: FloatArray = np.zeros((2, CONTEXT_BOUNDS.size + 1))  # tried and accepted
+
+    def learn(self, num_tokens: IntArray | None, tried: IntArray, accepted: IntArray) -> None:
+        """Of one step; [B] tokens of context, None where they are not known."""
+        self._counts *= ACCEPTANCE_DECAY
+        if num_tokens is not None:
+            place = np.searchsorted(CONTEXT_BOUNDS, num_tokens)
+            np.add.at(self._counts[0], place, tried)
+            np.add.at(self._counts[1], place, accepted)
+
+    def rates(self, num_tokens: IntArray, mean: float) -> FloatArray:
+        """[B] over all positions, shrunk to the mean of all requests."""
+        tried, accepted = self._counts
+        rates: FloatArray = (accepted + CONTEXT_PRIOR_WEIGHT * mean) / (tried + CONTEXT_PRIOR_WEIGHT)
+        return rates[np.searchsorted(CONTEXT_BOUNDS, num_tokens)]
+
+    def scale(self, factor: float) -> None:
+        self._counts *= factor
+
+    def forget(self) -> None:
+        self._counts[:] = 0.0
+
+
+class _OwnCounts:
+    """Accepted and tried tokens of each request, without those that were forgotten. A view has only totals."""
+
+    def __init__(self) -> None:
+        self._latest: BatchView | None = None
+        self._forgotten: FloatArray | None = None  # [2, slots] of the totals; None: nothing
+
+    def of(self, view: BatchView) -> tuple[FloatArray | IntArray, FloatArray | IntArray]:
+        """[B] accepted, and [B] tried."""
+        self._latest = view
+        if self._forgotten is None:
+            return view.accepted, view.tried
+        forgotten = self._forgotten_of(view)
+        return view.accepted - forgotten[0], view.tried - forgotten[1]
+
+    def forget(self, weight: float) -> None:
+        """Every request's counts weigh at most this much."""
+        view = self._latest
+        if view is None or not view.num_requests:
+            return
+        share = 1 - weight / np.maximum(weight, view.tried)
+        self._forgotten = np.zeros((2, int(view.slots.max()) + 1))
+        self._forgotten[:, view.slots] = view.accepted * share, view.tried * share
+
+    def _forgotten_of(self, view: BatchView) -> FloatArray:
+        """[2, B]; nothing where another request has taken the slot."""
+        assert self._forgotten is not None
+        is_known = view.slots < self._forgotten.shape[1]
+        slots = view.slots[is_known]
+        taken = slots[view.tried[is_known] < self._forgotten[1, slots]]
+        self._forgotten[:, taken] = 0.0
+        found: FloatArray = np.zeros((2, view.num_requests))
+        found[:, is_known] = self._forgotten[:, slots]
+        return found
 
 
 class Calibration:

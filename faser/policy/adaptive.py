@@ -71,7 +71,7 @@ class Adaptive(Policy):
 
     def __init__(self) -> None:
         self._acceptance = Acceptance(DEPTH)
-        self._checked_acceptance = Acceptance(DEPTH)  # of drafts with confidence checks: only confident ones are long
+        self._checked_acceptance = Acceptance(DEPTH, is_checked=True)  # of drafts with confidence checks
         self._calibration = Calibration()
         self._measured = MeasuredGain()
         self._plain_seconds: dict[int, float] = {}  # latest prediction for a step without drafts, by requests
@@ -201,7 +201,7 @@ class Adaptive(Policy):
         context = size * _mean(view.num_tokens)
         verify = cost.verify(size * ROWS, context) + cost.host
         drafts = cost.first_draft(size, context) + POSITIONS * cost.next_draft(size, context)
-        tokens = 1 + self._acceptance.rates.cumprod().cumsum()
+        tokens = 1 + self._acceptance.likely_rates.cumprod().cumsum()
         return float(verify[0] - ((verify[1:] + drafts) / tokens).min()) / size
 
     def _coming_size(self, view: BatchView, cost: ProfiledCost) -> int:

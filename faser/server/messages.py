@@ -229,6 +229,7 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     tokens_reused: int = 0  # whose KV was taken from the context of a session
     looked_up: int = 0  # of drafted, tokens from prompt lookup
     lookup_accepted: int = 0  # of accepted, tokens from prompt lookup
+    misfit: str = ""  # why the draft cannot be meant for the target; empty: nothing is known against it
 
     @property
     def kv_used(self) -> float:
@@ -248,7 +249,8 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def draft_failure(self) -> str | None:
-        return self.residency.failure if self.residency is not None else None
+        """What is wrong with the draft; a move that failed comes first."""
+        return (self.residency.failure if self.residency is not None else None) or self.misfit or None
 
     @property
     def _base_pages(self) -> int:

@@ -289,6 +289,7 @@ def take_snapshot(engine: Engine, now: float, step_failures: int = 0) -> Snapsho
         tokens_reused=scheduler.retained.num_taken,
         exits=_copied(Exits, exits) if exits is not None else None,
         residency=_copied(DraftResidency, residency) if residency is not None else None,
+        misfit=engine.draft_check.misfit or "",
     )
 
 

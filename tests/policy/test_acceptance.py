@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from faser.policy.acceptance import PRIOR_RATE, Acceptance, Calibration
+from faser.policy.acceptance import LEAST_PAUSE, MOST_PAUSE, PRIOR_RATE, Acceptance, Calibration
 from faser.rules.stopping import accepted_chance
 from tests.policy.profiles import make_outcome, make_view
 
@@ -114,3 +114,63 @@ def test_calibration_learns_nothing_from_drafts_without_confidence_checks():
     calibration = Calibration()
     calibration.learn(make_outcome([3], [0]))
     assert calibration.weights == Calibration().weights
+
+
+def test_a_position_that_was_never_tried_is_taken_to_be_like_the_one_before_it():
+    usual, checked = Acceptance(3), Acceptance(3, is_checked=True)
+    for acceptance in (usual, checked):
+        for step in range(400):
+            acceptance.learn(make_outcome([1] * 8, [step % 4 == 0] * 8))
+    assert usual.likely_rates == pytest.approx(0.25, abs=0.05)
+    assert checked.likely_rates[1:] == pytest.approx(PRIOR_RATE), "only confident drafts are that long"
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 0), (0, 1)])
+def test_a_change_of_the_texts_character_is_believed_within_a_few_steps(before, after):
+    """Everybody's drafts are accepted, then nobody's; what was known of single requests is forgotten as well."""
+    acceptance = Acceptance(1)
+    for _ in range(1000):
+        acceptance.learn(make_outcome([1] * 8, [before] * 8))
+    old = make_view(8, tried=500, accepted=500 * before)
+    acceptance.request_rates(old)
+    steps = 0
+    while abs(acceptance.rates[0] - after) > 0.3:
+        acceptance.learn(make_outcome([1] * 8, [after] * 8))
+        steps += 1
+    assert steps <= 16
+    assert np.abs(acceptance.request_rates(old) - acceptance.mean).max() < 0.5
+
+
+def test_chance_alone_changes_nothing():
+    random, acceptance = np.random.default_rng(0), Acceptance(1)
+    rates = []
+    for _ in range(3000):
+        acceptance.learn(make_outcome([1] * 8, random.random(8) < 0.6))
+        rates.append(float(acceptance.rates[0]))
+    assert np.ptp(rates[1000:]) < 0.15
+
+
+def test_what_is_forgotten_of_a_request_is_not_forgotten_of_the_next_one_in_its_slot():
+    acceptance, totals = Acceptance(1), make_view(4, accepted=400, tried=400)
+    acceptance.request_rates(totals)
+    acceptance._own.forget(16)
+    rates = acceptance.request_rates(replace(totals, tried=np.array([400, 416, 464, 400])))
+    assert rates[0] > rates[1] > rates[2]
+    assert rates[2] < 0.5, "400 of 464 were accepted"
+    others = make_view(6, accepted=0, tried=[0, 0, 0, 10, 10, 400])
+    fresh = Acceptance(1).request_rates(others)
+    assert acceptance.request_rates(others) == pytest.approx(fresh)
+    assert acceptance.request_rates(replace(others, tried=others.tried + 500))[0] < 0.1, "it stays another request"
+
+
+def test_pauses_before_another_chance_double_and_end():
+    """Drafts are hopeless: each chance takes a few steps, and the next one comes later, but it comes."""
+    acceptance, pauses, pause = Acceptance(1), [], 0
+    for _ in range(6000):
+        drafts = acceptance.rates[0] > 0.4
+        acceptance.learn(make_outcome([int(drafts)], [0]))
+        if drafts and pause:
+            pauses.append(pause)
+        pause = 0 if drafts else pause + 1
+    long = [each for each in pauses if each > 1]
+    assert LEAST_PAUSE <= long[0] < long[-1] <= MOST_PAUSE

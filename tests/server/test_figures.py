@@ -270,6 +270,19 @@ def test_the_dashboard_shows_the_pool_as_large_as_it_is(monkeypatch):
     assert "no memory" in data["draft_failure"]
 
 
+def test_a_draft_that_does_not_fit_is_shown_and_a_move_that_failed_comes_first():
+    reason = "only 1.0 % of 500 first tokens were accepted"
+    found = snapshot(misfit=reason)
+    assert found.draft_failure == reason
+    assert describe_failure(found) == f"The draft guesses badly: {reason}"
+    assert metrics(found)["faser:draft_misfit"] == 1
+    assert metrics(snapshot())["faser:draft_misfit"] == 0
+    assert describe_failure(snapshot(misfit="")) == ""
+    both = snapshot(misfit=reason, residency=away(failure="no memory"))
+    assert both.draft_failure == "no memory"
+    assert describe_failure(both).startswith("The draft is away: no memory")
+
+
 @pytest.mark.parametrize("step", [0.05, 0.7, 3.2, 30.0])
 def test_rates_are_steady_however_long_a_step_takes(monkeypatch, step):
     board = Board(monkeypatch)

@@ -194,8 +194,10 @@ def describe_residency(snapshot: Snapshot | None) -> str:
 
 
 def describe_failure(snapshot: Snapshot | None) -> str:
-    """What failed when the draft moved, in words; empty if nothing did."""
+    """What is wrong with the draft, in words; empty if nothing is."""
     failure = snapshot.draft_failure if snapshot is not None else None
+    if snapshot is not None and failure and failure == snapshot.misfit:
+        return f"The draft guesses badly: {failure}"
     return f"The draft is away: {failure}. Serving without speculation, trying again later." if failure else ""
 
 
