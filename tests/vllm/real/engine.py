@@ -18,6 +18,8 @@ from typing import Any
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler can be looked at
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
@@ -60,10 +62,12 @@ def make_engine(spec: dict[str, Any]) -> LLM:
         given["additional_config"] = {"faser": {"policy": spec["runs"][0]["policy"]} | spec.get("options", {})}
     if spec.get("num_blocks"):
         given["num_gpu_blocks_override"] = spec["num_blocks"]
+    size = spec.get("tensor_parallel", 1)
     return LLM(
         f"{spec['pair']}/target", dtype="float32", max_model_len=256, max_num_seqs=8, max_num_batched_tokens=256,
         enforce_eager=True, block_size=32, enable_prefix_caching=spec.get("prefix_caching", False),
-        skip_tokenizer_init=True, **given,
+        skip_tokenizer_init=True, tensor_parallel_size=size, distributed_executor_backend="uni" if size == 1 else "mp",
+        **given,
     )  # fmt: skip
 
 

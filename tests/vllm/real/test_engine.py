@@ -101,6 +101,16 @@ def test_prefix_caching_changes_no_token(pair):
     assert [run["tokens"] == without_speculation(pair) for run in done["runs"]] == [True, True, True]
 
 
+def test_policies_plan_for_two_workers_with_the_costs_that_these_measured(pair):
+    spec = {"pair": str(pair), "method": "draft_model", "runs": POLICIES, "tensor_parallel": 2}
+    done = result(spec)
+    assert [run["tokens"] == without_speculation(pair) for run in done["runs"]] == [True] * len(POLICIES)
+    fixed, off = done["runs"][:2]
+    assert fixed["accepted"] > 0
+    assert off["drafting_steps"] == 0
+    assert "FASER: costs were measured by the worker" in done["log"]
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
