@@ -27,8 +27,12 @@ of a few tenths are rounding; larger ones, or vLLM's own speculation without the
 
 The rate that saturates vLLM without speculation is measured by the first mode that runs, unless it is given or known to
 the folder. Later calls with the same --folder add to the journal; figures measured later replace earlier ones. Results
-go to $OUT (else to --folder): plugin.jsonl is the journal, plugin.log the output of the processes. The last line is one
-JSON document. How to carry models and vLLM to a bare machine: benchmarks/h200.py.
+go to $OUT (else to --folder) as soon as they are measured: plugin.jsonl is the journal, plugin.json all figures so far,
+plugin.log the output of the processes. The last line is plugin.json. How to carry models and vLLM to a bare machine:
+benchmarks/h200.py.
+
+All modes and parts take longer than ten minutes: vLLM's first start alone took 84 s on an H200 (docs/lab.md). Ask for
+`--parts loops` in one call, for `--parts trace,decode,start` in another, each with the three or four modes that matter.
 
 At the top this module imports the standard library alone: nothing of FASER may be loaded beside vLLM's own modes.
 """
@@ -50,12 +54,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import models
-from benchmarks.lib.journal import Figures, Journal, failures, latest, read_json
+from benchmarks.lib.journal import Figures, Journal, atomic_write, failures, latest, read_json
 from benchmarks.lib.processes import ROOT, Process, Runner, worker_process
 from benchmarks.lib.run_flags import add_run_flags, begin_run, refuse_missing
 
 PARTS = ("loops", "trace", "decode", "start")
-MODES = ("off-v1", "off-v2", "vllm:2", "vllm:4", "table:4", "plugin:fixed:4", "plugin:faser")
+# In the order in which they are measured: should the time end, what is compared most comes first.
+MODES = ("off-v2", "plugin:faser", "vllm:4", "off-v1", "vllm:2", "plugin:fixed:4", "table:4")
 MODULE = "benchmarks.vllm_plugin"
 MAX_LENGTH = 8  # of the plugin's drafts under a policy that chooses
 TABLE = ((1, 32, 1.0), (33, 128, 0.5), (129, 1024, 0.0))  # batch sizes, and the share of K that vLLM drafts there
@@ -538,11 +543,9 @@ def measure(args: argparse.Namespace, journal: Journal) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     journal.add("call", command=" ".join(args.given))
 
-    def save() -> None:
-        if journal.path.is_file():
-            shutil.copy(journal.path, args.out / "plugin.jsonl")
-
-    runner = Runner(journal, args.out / "plugin.log", args.device, save, len(journal.read()))
+    runner = Runner(
+        journal, args.out / "plugin.log", args.device, lambda: save_results(args, journal), len(journal.read())
+    )
     making = replace(worker_process(args, "models", MODELS_SECONDS), module=MODULE)
     if not runner.run(making, args.until):
         return
@@ -552,6 +555,15 @@ def measure(args: argparse.Namespace, journal: Journal) -> None:
     for name in args.modes if "start" in args.parts else ():
         if has_started(journal, name) or runner.run(mode_process(args, name, parts="start"), args.until):
             runner.run(mode_process(args, name, parts="start"), args.until)
+
+
+def save_results(args: argparse.Namespace, journal: Journal) -> Figures:
+    """The journal and all figures so far, should this process be killed."""
+    if not args.report_only and journal.path.is_file():
+        shutil.copy(journal.path, args.out / "plugin.jsonl")
+    figures = {"benchmark": "vllm_plugin", "seconds": round(time.time() - args.started, 1), **summarize(journal.read())}
+    atomic_write(args.out / "plugin.json", json.dumps(figures) + "\n")
+    return figures
 
 
 def mode_process(args: argparse.Namespace, name: str, **flags: str) -> Process:
@@ -576,11 +588,9 @@ def main(given: Sequence[str] | None = None) -> int:
         return 0
     if args.report_only is None:
         measure(args, journal)
-    summary = summarize(journal.read())
-    line = json.dumps({"benchmark": "vllm_plugin", "seconds": round(time.time() - args.started, 1), **summary})
-    (args.out / "plugin.json").write_text(line + "\n", encoding="utf-8")
-    print(line, flush=True)
-    return 1 if summary["failed"] else 0
+    figures = save_results(args, journal)
+    print(json.dumps(figures), flush=True)
+    return 1 if figures["failed"] else 0
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import vllm_plugin
+from benchmarks.lib.journal import Journal
 from benchmarks.vllm_plugin import TINY, Mode, Shape, first_difference, summarize
 from tests.benchmarks.fake_vllm import write_fake_engine
 
@@ -51,7 +52,7 @@ def test_the_plugin_is_one_flag(mode, policy, length):
 def test_an_unknown_mode_is_refused(capsys):
     with pytest.raises(SystemExit):
         vllm_plugin.parse_args(["--modes", "off-v1,sglang"])
-    assert "sglang: expected modes such as off-v1" in capsys.readouterr().err
+    assert "sglang: expected modes such as off-v2" in capsys.readouterr().err
 
 
 # ── figures ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -121,6 +122,19 @@ def test_all_parts_of_all_kinds_of_modes(tmp_path, capfd, monkeypatch):
     status, again = vllm_plugin.main(["--report-only", str(tmp_path / "run")]), capfd.readouterr().out
     assert status == 0
     assert json.loads(again.splitlines()[-1])["partings"] == summary["partings"]
+
+
+def test_a_run_that_is_killed_has_left_its_figures(tmp_path, monkeypatch):
+    monkeypatch.delenv("OUT", raising=False)
+    args = vllm_plugin.parse_args(["--tiny", "--device", "cpu", "--folder", str(tmp_path)])
+    args.work.mkdir()
+    journal = Journal(args.journal, args.session)
+    for batch, value in ((1, 5.0), (16, 6.0)):
+        journal.add("loop", mode="plugin:faser", batch=batch, tpot_ms=value)
+        vllm_plugin.save_results(args, journal)  # as after every record
+        found = json.loads((tmp_path / "plugin.json").read_text())
+        assert found["tpot_ms"][str(batch)] == {"plugin:faser": value}
+    assert Journal(tmp_path / "plugin.jsonl", 0.0).read() == journal.read()
 
 
 def test_a_mode_that_does_not_start_leaves_the_others(tmp_path, capfd, monkeypatch):

@@ -31,7 +31,7 @@ def own_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
-def simulation(policy: str, is_async: bool, num_blocks: int = 1000, **config) -> Simulation:
+def simulation(policy: str | None, is_async: bool, num_blocks: int = 1000, **config) -> Simulation:
     scheduler = (Ahead if is_async else After)(make_config(policy, is_async=is_async, **config), num_blocks)
     return Simulation(scheduler, result_of, is_async)
 
@@ -50,6 +50,14 @@ def assert_nothing_is_held(scheduler) -> None:
     assert scheduler.num_free_blocks == scheduler.num_blocks
     scheduler.schedule()  # tells who is finished
     assert len(scheduler.faser.planner.requests) == 0
+
+
+def test_the_scheduler_class_without_the_flag_plans_by_the_default_policy():
+    sim = simulation(None, is_async=True)
+    wanted = add_requests(sim)
+    sim.run()
+    assert sim.scheduler.faser.planner.policy.name == "faser"
+    assert dict(sim.emitted) == wanted
 
 
 @pytest.mark.parametrize("num_blocks", [1000, 60], ids=["room", "preemption"])

@@ -26,8 +26,9 @@ SHAPES = {
     "mlp.down_proj": (HIDDEN, MLP),
 }
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": MLP,
-    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_size": HIDDEN,
+    "intermediate_size": MLP, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "max_position_embeddings": 64, "hidden_act": "silu",
     "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "float32", "eos_token_id": 2,
 }  # fmt: skip
 GROUP = 32
@@ -64,8 +65,13 @@ def awq(n: int, k: int, random: torch.Generator) -> Stored:
     return Stored(tensors, weight)
 
 
-def gptq(n: int, k: int, random: torch.Generator, less: int = 1, act_order: bool = False) -> Stored:
+def gptq(
+    n: int, k: int, random: torch.Generator, less: int = 1, act_order: bool = False, symmetric: bool = False
+) -> Stored:
     codes, zeros, scales, weight = integers(n, k, random)
+    if symmetric:
+        zeros = torch.full_like(zeros, 8)
+        weight = (codes - 8) * scales.float().repeat_interleave(GROUP, 1)
     groups = torch.arange(k) // GROUP
     if act_order:
         groups = groups[torch.randperm(k, generator=random)]
@@ -116,7 +122,7 @@ def compressed_group(weights: dict[str, Any], inputs: dict[str, Any] | None, **e
 FLOATS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
 TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True, "dynamic": False}
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
 
 # name: (quantization_config, how a matrix is stored)
 LAYOUTS: dict[str, tuple[dict[str, Any], Any]] = {
@@ -152,6 +158,14 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Any]] = {
     "gptq act-order": (
         {**GPTQ, "desc_act": True},
         lambda n, k, random: gptq(n, k, random, act_order=True),
+    ),
+    "gptq symmetric": (
+        {**GPTQ, "sym": True},
+        lambda n, k, random: gptq(n, k, random, symmetric=True),
+    ),
+    "gptq v2 symmetric act-order": (
+        {**GPTQ, "sym": True, "desc_act": True, "checkpoint_format": "gptq_v2"},
+        lambda n, k, random: gptq(n, k, random, less=0, act_order=True, symmetric=True),
     ),
     "compressed int4": (
         compressed_group(INT4, None, format="pack-quantized"),

@@ -7,32 +7,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from faser.errors import ConfigError
-from faser.models.heads import DraftHead
-from faser.models.transformer import Transformer
-from tests.tools.heads.toys import KINDS, make_head_module, make_toy
-from tools.distill import features_of, num_steps, write_answers
+from tests.tools.heads.toys import KINDS, drafted, make_head_module, make_toy
+from tools.distill import num_steps, write_answers
 from tools.heads.convert import serving_head
-from tools.heads.simulate import chain_logits, chain_states, chooser, matches, tabulate, verifications
+from tools.heads.simulate import matches, tabulate, verifications
 
 PROMPTS = [[5, 9, 11], [7, 8]]
 OUTPUT = 16
-
-
-@torch.inference_mode()
-def drafted(head: DraftHead, target: Transformer, context: Tensor, length: int, temperature: float, seed: int) -> list:
-    """Drafts behind the context, each from the drafts before it, as an engine makes them."""
-    choose, anchor = chooser(head, temperature, seed), torch.tensor([len(context) - 1])
-    features = features_of(target, context[None, :-1], head.head_config.feature_layers)[0][0]
-    drafts: list[int] = []
-    for draft in range(length):
-        tokens = torch.cat((context, torch.tensor(drafts + [0] * (length - draft), dtype=torch.int64)))
-        states = chain_states(head, tokens, features, anchor, length)
-        logits = chain_logits(head, states[:, draft], tokens[anchor + draft])
-        drafts.append(int(choose(logits, anchor + draft + 1)))
-    return drafts
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])

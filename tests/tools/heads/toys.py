@@ -8,10 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from faser.models.heads import DraftHead
 from faser.models.transformer import Transformer
 from tests.tiny import CONFIGS, VOCABULARY
-from tools.distill import Writer, sample_top_p, write_sequences
+from tools.distill import Writer, features_of, sample_top_p, write_sequences
 from tools.heads.modules import HeadModule
+from tools.heads.simulate import chain_logits, chain_states, chooser
 from tools.train_head import Settings, make_module
 
 TOY = replace(CONFIGS["llama3"], num_layers=4)
@@ -55,3 +57,17 @@ def shaken(module: HeadModule, seed: int = 2) -> HeadModule:
 def make_head_module(name: str, target: Transformer) -> HeadModule:
     data = random_tokens(4, 16).numpy().astype(np.uint16)
     return shaken(make_module(target, data, KINDS[name]))
+
+
+@torch.inference_mode()
+def drafted(head: DraftHead, target: Transformer, context: Tensor, length: int, temperature: float, seed: int) -> list:
+    """Drafts behind the context, each from the drafts before it, as an engine makes them."""
+    choose, anchor = chooser(head, temperature, seed), torch.tensor([len(context) - 1])
+    features = features_of(target, context[None, :-1], head.head_config.feature_layers)[0][0]
+    drafts: list[int] = []
+    for draft in range(length):
+        tokens = torch.cat((context, torch.tensor(drafts + [0] * (length - draft), dtype=torch.int64)))
+        states = chain_states(head, tokens, features, anchor, length)
+        logits = chain_logits(head, states[:, draft], tokens[anchor + draft])
+        drafts.append(int(choose(logits, anchor + draft + 1)))
+    return drafts

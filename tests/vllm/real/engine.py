@@ -1,9 +1,10 @@
 """One engine of vLLM in a process of its own: `python -m tests.vllm.real.engine SPEC`, a JSON object, prints another.
 
-    {"pair": FOLDER, "method": null | "draft_model" | "ngram", "runs": [{"policy": …, …}], "num_blocks": …}
+    {"pair": FOLDER, "method": null | "draft_model" | "ngram" | "eagle3", "runs": [{"policy": …, …}], "num_blocks": …}
 
 The engine starts with the policy of the first run; later runs put another one in its place. An engine start takes half
-a minute, so that one serves many runs. Every run generates greedily for the same requests.
+a minute, so that one serves many runs. Every run generates greedily for the same requests, those of prompts.json if
+the folder has it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler can be looked at
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
@@ -36,8 +40,10 @@ class Failing(Policy):
         raise ZeroDivisionError
 
 
-def prompts() -> list[list[int]]:
+def prompts(folder: Path) -> list[list[int]]:
     """The later half repeats itself: n-grams find something there."""
+    if (folder / "prompts.json").is_file():
+        return json.loads((folder / "prompts.json").read_text())
     plain = [[1, *((7 * index + 3 * each) % 290 + 3 for each in range(5 + 9 * index))] for index in range(6)]
     return plain + [prompt * 2 for prompt in plain]
 
@@ -47,6 +53,7 @@ def make_engine(spec: dict[str, Any]) -> LLM:
     methods = {
         "draft_model": {"model": f"{spec['pair']}/draft"},
         "ngram": {"prompt_lookup_max": 3, "prompt_lookup_min": 1},
+        "eagle3": {"model": f"{spec['pair']}/eagle3"},
     }
     if spec["method"] is not None:
         speculative = {"method": spec["method"], "num_speculative_tokens": 5, **methods[spec["method"]]}
@@ -55,18 +62,23 @@ def make_engine(spec: dict[str, Any]) -> LLM:
         given["additional_config"] = {"faser": {"policy": spec["runs"][0]["policy"]} | spec.get("options", {})}
     if spec.get("num_blocks"):
         given["num_gpu_blocks_override"] = spec["num_blocks"]
+    size = spec.get("tensor_parallel", 1)
     return LLM(
         f"{spec['pair']}/target", dtype="float32", max_model_len=256, max_num_seqs=8, max_num_batched_tokens=256,
-        enforce_eager=True, block_size=32, enable_prefix_caching=spec.get("prefix_caching", False), **given,
+        enforce_eager=True, block_size=32, enable_prefix_caching=spec.get("prefix_caching", False),
+        skip_tokenizer_init=True, tensor_parallel_size=size, distributed_executor_backend="uni" if size == 1 else "mp",
+        **given,
     )  # fmt: skip
 
 
-def generate(llm: LLM, run: dict[str, Any]) -> list[list[int]]:
+def generate(llm: LLM, requests: list[list[int]], run: dict[str, Any]) -> list[list[int]]:
     """The tokens of every request; those that are aborted have the tokens they had."""
     engine, tokens = llm.llm_engine, {}
-    for index, prompt in enumerate(prompts()):
+    for index, prompt in enumerate(requests):
         own = {"max_draft": index % 4} if run.get("max_draft") else None
-        params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True, extra_args=own)
+        params = SamplingParams(
+            max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False, extra_args=own
+        )
         engine.add_request(f"{index}", {"prompt_token_ids": prompt}, params)
     steps = 0
     while engine.has_unfinished_requests():
@@ -96,14 +108,14 @@ def run_all(spec: dict[str, Any]) -> dict[str, Any]:
             planner = scheduler.faser.planner
             planner.policy = Failing() if run.get("fails") else make_policy(run["policy"])
             before = dict(vars(scheduler.faser.status))
-        done["tokens"] = generate(llm, run)
+        done["tokens"] = generate(llm, prompts(Path(spec["pair"])), run)
         done["leaked"] = num_free - pool.get_num_free_blocks()
         if run.get("policy") is not None:
             after = vars(scheduler.faser.status)
             done |= {name: after[name] - before[name] for name in ("steps", "drafting_steps", "verified", "accepted")}
             done |= {"failures": planner.num_failures}
             # the next step tells who is finished: its own request is then the only one
-            llm.generate({"prompt_token_ids": [1]}, SamplingParams(max_tokens=1), use_tqdm=False)
+            llm.generate({"prompt_token_ids": [1]}, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
             done |= {"open": len(planner.requests)}
         runs.append(done)
     config = llm.llm_engine.vllm_config

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import subprocess
+import sys
 from importlib import import_module
 
 import pytest
@@ -52,6 +55,16 @@ def test_vllm_finds_the_plugin_s_entry_points():
         found = {each.name: each for each in metadata.entry_points(group=group)}
         assert found["faser"].value == value
         assert found["faser"].load() is not None
+
+
+@pytest.mark.parametrize(("names", "is_made"), [(None, True), ("faser,other", True), ("other", False)])
+def test_vllm_plugins_decides_whether_patches_are_made(names, is_made):
+    code = "import vllm.plugins as p, faser.vllm.patches as f; p.load_general_plugins(); print('MADE', len(f._applied))"
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
+    environment |= {} if names is None else {"VLLM_PLUGINS": names}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    expected = len(import_module("faser.vllm.patches").PATCHES) if is_made else 0
+    assert f"MADE {expected}" in done.stdout
 
 
 def test_the_stat_logger_and_the_endpoint_are_what_vllm_expects():

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,17 @@ def result(spec: dict[str, Any]) -> dict[str, Any]:
     return {**json.loads(lines[-1].removeprefix("RESULT ")), "log": done.stdout + done.stderr}
 
 
-@pytest.fixture(scope="module")
-def plain(pair) -> list[list[int]]:
+@cache
+def without_speculation(folder: Path) -> list[list[int]]:
     """vLLM's own output without speculation."""
-    return result({"pair": str(pair), "method": None, "runs": [{}]})["runs"][0]["tokens"]
+    return result({"pair": str(folder), "method": None, "runs": [{}]})["runs"][0]["tokens"]
 
 
-@pytest.fixture(scope="module", params=["draft_model", "ngram"])
+@pytest.fixture(scope="module", params=["draft_model", "ngram", "eagle3"])
 def engine(request, pair) -> dict[str, Any]:
-    return {**result({"pair": str(pair), "method": request.param, "runs": [*EVERY, FAILING]}), "method": request.param}
+    folder = request.getfixturevalue("heads") if request.param == "eagle3" else pair
+    done = result({"pair": str(folder), "method": request.param, "runs": [*EVERY, FAILING]})
+    return {**done, "method": request.param, "plain": without_speculation(folder)}
 
 
 def test_the_flag_puts_faser_s_scheduler_in_place(engine):
@@ -49,9 +52,9 @@ def test_the_flag_puts_faser_s_scheduler_in_place(engine):
 
 
 @pytest.mark.parametrize("index", range(5), ids=["fixed:3", "off", "faser", "faser mixed", "fixed mixed"])
-def test_greedy_output_is_vllm_s_own_without_speculation(engine, plain, index):
+def test_greedy_output_is_vllm_s_own_without_speculation(engine, index):
     run = engine["runs"][index]
-    assert run["tokens"] == plain
+    assert run["tokens"] == engine["plain"]
     assert run["leaked"] == 0
     assert run["open"] == 1
 
@@ -64,8 +67,8 @@ def test_policies_draft_as_they_say(engine):
     assert fixed["steps"] < off["steps"]
 
 
-def test_aborted_requests_leak_nothing_and_change_no_other(engine, plain):
-    run = engine["runs"][5]
+def test_aborted_requests_leak_nothing_and_change_no_other(engine):
+    run, plain = engine["runs"][5], engine["plain"]
     assert run["leaked"] == 0
     assert run["open"] == 1
     whole = [index for index, tokens in enumerate(run["tokens"]) if len(tokens) == len(plain[index])]
@@ -73,29 +76,39 @@ def test_aborted_requests_leak_nothing_and_change_no_other(engine, plain):
     assert all(tokens == plain[index][: len(tokens)] for index, tokens in enumerate(run["tokens"]))
 
 
-def test_a_failing_policy_falls_back_to_vllm_s_length_and_says_so_once(engine, plain):
+def test_a_failing_policy_falls_back_to_vllm_s_length_and_says_so_once(engine):
     run = engine["runs"][6]
-    assert run["tokens"] == plain
+    assert run["tokens"] == engine["plain"]
     assert run["failures"] == run["steps"]
     assert run["verified"] > 100
     assert engine["log"].count("policy failing failed (ZeroDivisionError") == 1
 
 
-def test_preemption_changes_no_token_and_leaks_nothing(pair, plain):
+def test_preemption_changes_no_token_and_leaks_nothing(pair):
     spec = {"pair": str(pair), "method": "draft_model", "runs": [POLICIES[0], POLICIES[2]], "num_blocks": 14}
     done = result(spec)
     assert done["preemptions"] > 0
     for run in done["runs"]:
-        assert run["tokens"] == plain
+        assert run["tokens"] == without_speculation(pair)
         assert run["leaked"] == 0
     assert run["open"] == 1
 
 
-def test_prefix_caching_changes_no_token(pair, plain):
+def test_prefix_caching_changes_no_token(pair):
     spec = {"pair": str(pair), "method": "draft_model", "prefix_caching": True}
     runs = [POLICIES[1], POLICIES[0], POLICIES[2]]  # blocks that the draft has not seen come first
     done = result({**spec, "runs": runs})
-    assert [run["tokens"] == plain for run in done["runs"]] == [True, True, True]
+    assert [run["tokens"] == without_speculation(pair) for run in done["runs"]] == [True, True, True]
+
+
+def test_policies_plan_for_two_workers_with_the_costs_that_these_measured(pair):
+    spec = {"pair": str(pair), "method": "draft_model", "runs": POLICIES, "tensor_parallel": 2}
+    done = result(spec)
+    assert [run["tokens"] == without_speculation(pair) for run in done["runs"]] == [True] * len(POLICIES)
+    fixed, off = done["runs"][:2]
+    assert fixed["accepted"] > 0
+    assert off["drafting_steps"] == 0
+    assert "FASER: costs were measured by the worker" in done["log"]
 
 
 @pytest.mark.parametrize(
