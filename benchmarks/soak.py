@@ -277,8 +277,15 @@ def soak(url: str | None, flags: Sequence[str], items: Sequence[Item], concurren
     if server is not None:
         if status:
             run.end.append(f"the server's exit status is {status}")
-        run.end += [line for line in server.log().splitlines() if "ERROR" in line or "Traceback" in line]
+        run.end += errors_in(server.log())
     return run
+
+
+def errors_in(log: str) -> list[str]:
+    """Errors in a server's log; of each traceback the lines that follow it."""
+    lines = log.splitlines()
+    found = [line for line in lines if "ERROR" in line]
+    return found + ["\n".join(lines[i : i + 40]) for i, line in enumerate(lines) if "Traceback" in line]
 
 
 async def _soak(url: str, items: Sequence[Item], concurrency: int, pids: dict[str, int]) -> Run:

@@ -148,6 +148,12 @@ def test_growth_is_that_after_the_warm_up(monkeypatch):
         assert len(samples.lost_descriptors()) == lost
 
 
+def test_a_traceback_in_the_log_is_told_with_its_end():
+    log = "ready\nTraceback (most recent call last):\n  File x\nValueError: no\n2026 ERROR faser: gone\n"
+    assert soak.errors_in(log) == ["2026 ERROR faser: gone", log.removeprefix("ready\n").rstrip()]
+    assert soak.errors_in("ready\n") == []
+
+
 def test_an_unknown_kind_is_refused(monkeypatch, capsys):
     for arguments in (["--kinds", "model,tea"], ["--pair", "default", "--kinds", "head"]):
         monkeypatch.setattr("sys.argv", ["soak", *arguments])
