@@ -85,7 +85,7 @@ class EngineOptions:
     max_model_len: int | None = None  # tokens of one request; None: the model's context length
     page_size: int = 16  # tokens
     kv_memory: int | None = None  # bytes for the KV pages of target and draft; None: the device's choice
-    num_pages: int | None = None  # pages of each pool, instead of kv_memory
+    num_pages: int | None = None  # of the target, and of the draft where its windows need as many; not with kv_memory
     vision_memory: int = 256 * 2**20  # bytes for encoded pictures, of a model that sees
     prefix_caching: bool = True
     # Accept drafted tokens with this probability, or with these by position: wrong text at real cost. Positions beyond

@@ -17,7 +17,7 @@ from faser.rules.stopping import accepted_chance, log_odds
 
 REQUEST_PRIOR_WEIGHT = 16.0  # tried tokens the mean of all requests counts as against a request's own
 CONTEXT_BOUNDS = np.array([512, 2048, 8192, 32_768])  # tokens; contexts between two bounds are about as long
-CONTEXT_PRIOR_WEIGHT = 64.0  # tried tokens the mean of all requests counts as against those of about that context
+CONTEXT_PRIOR_WEIGHT = 128.0  # tried tokens the mean of all requests counts as against those of about that context
 ACCEPTANCE_DECAY = 0.998  # of counts, at every step with drafts: half-life 346 steps
 RECENT_DECAY = 0.95  # of the counts of recent steps: half-life 14 steps
 CHANGE_ERRORS = 4.0  # standard errors by which recent steps differ once the text has changed

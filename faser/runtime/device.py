@@ -36,7 +36,7 @@ class Parts:
     usual_length: int  # longest draft that the policy asks for; a GPU captures graphs for it
     history: torch.Tensor  # int64 [max_running, max_model_len] in host memory: the tokens of every slot
     sampler: Sampler  # reads the history
-    num_pages: int | None  # of each model, if the user chose
+    num_pages: int | None  # of the target, if the user chose; the draft has as many, or what its windows need
     kv_memory: int | None  # bytes of both models' pages, if the user chose; with neither the device chooses
     target_kv: KvFormat  # how the target's keys and values are stored; a draft's are as it computes them
     offload: str  # auto, on or off: the draft's memory can be given to the target's pages (draft_memory.py)

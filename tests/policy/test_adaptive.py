@@ -210,7 +210,7 @@ def test_costs_that_cannot_be_trusted_get_short_drafts():
 def test_a_long_context_and_a_short_one_get_their_own_lengths():
     """New requests: what is known of them is how long their contexts are."""
     policy, contexts = Adaptive(), np.array([200, 32_000])
-    for _ in range(200):
+    for _ in range(600):
         policy.learn(replace(make_outcome([4, 4], [4, 0]), num_tokens=contexts))
     short, long = policy.lengths(make_view(2, num_tokens=contexts, profile=H200)).tolist()
     assert short >= 3

@@ -52,7 +52,7 @@ class Division:
     buffers: int  # memory that forwards compute in
     pages: int  # KV
     graphs: int  # captured graphs and the code of the kernels
-    num_tokens: int  # that the pages hold, the same for target and draft
+    num_tokens: int  # that the target's pages hold
 
     @property
     def left(self) -> int:

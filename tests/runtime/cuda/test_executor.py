@@ -243,13 +243,13 @@ def test_synthetic_acceptance_can_differ_by_position():
 
 
 def test_a_windowed_draft_drafts_as_on_the_cpu(device):
-    """A window of 64 in contexts of up to 110 tokens; late ones begin again at their windows."""
+    """A window of 64 in a context of 85 tokens: the draft computes the sinks, then begins again at its window."""
     config = replace(CONFIGS["llama3"], head_dim=16, num_layers=1)
     target = Transformer.random(config, 0, std=0.3)
     draft = make_draft(target)
     sizes = {"max_running": 3, "max_batch_tokens": 128, "max_step_ms": 0, "page_size": 4, "num_pages": 100}
-    params = SamplingParams(max_tokens=6, ignore_eos=True)
-    requests = [Request(id="long", prompt_token_ids=tuple(range(3, 48)) * 2, params=params, seed=0)]
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    requests = [Request(id="long", prompt_token_ids=tuple(range(3, 43)) * 2, params=params, seed=0)]
     options = EngineOptions(policy=Fixed(2), draft_window=64, **sizes)
     expected = serve(build_engine(target, draft, options), requests)
     engine = make_engine(device, target, draft, Fixed(2), draft_window=64, **sizes)
@@ -260,9 +260,9 @@ def test_a_windowed_draft_drafts_as_on_the_cpu(device):
 
 
 def test_a_target_with_sliding_windows_gets_the_tokens_of_the_cpu(device):
-    target = Transformer.random(replace(CONFIGS["mistral"], head_dim=16, num_layers=2, windows=(12, 0)), 0, std=0.3)
-    params = SamplingParams(max_tokens=5, ignore_eos=True)
-    requests = [Request(id="a", prompt_token_ids=tuple(range(3, 40)), params=params, seed=0)]
+    target = Transformer.random(replace(CONFIGS["mistral"], head_dim=16, num_layers=2, windows=(9, 0)), 0, std=0.3)
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    requests = [Request(id="a", prompt_token_ids=tuple(range(3, 27)), params=params, seed=0)]
     outcome = serve(make_engine(device, target, make_draft(target), Fixed(2)), requests)
     assert outcome.tokens == reference(target, requests).tokens
     assert outcome.total.drafted > 0
