@@ -21,44 +21,29 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
-from benchmarks.cuda_linear import milliseconds
 from benchmarks.cuda_steps import run_batch
+from benchmarks.lib.quantised_products import BYTES_PER_SECOND, EPS, Products, Records, digits, num_bytes
 from faser.build import build_engine
 from faser.config import EngineOptions
 from faser.models.config import ModelConfig
-from faser.models.quantised import QuantisedMatrix, Weight, add_linear, linear, tensors_of
+from faser.models.quantised import QuantisedMatrix, Weight
 from faser.models.quantised.matrix import plain
 from faser.models.quantised.packed import for_cpu
 from faser.models.quantised.placement import PARTS, for_gpu
 from faser.models.quantised.rounding import to_fp8, to_groups
 from faser.models.transformer import Layer, Transformer, matrices_of
-from faser.runtime.cuda import linear as ours
-from faser.runtime.cuda.compile import compile_all
-from faser.runtime.cuda.linear import LinearWorkspace
-from faser.runtime.cuda.linear_plans import MAX_SPLIT_PROGRAMS, TILE_ROWS, Plan
-from faser.runtime.cuda.quantised_plans import padded
 from faser.runtime.device import make_device
 from tools.inflate import SHAPES, Shape
 
-BYTES_PER_SECOND = 4.3e12
-EPS = 1e-5
 PAGE_SIZE = 16
-SMALL_TILES = ((64, 2), (32, 2), (32, 1), (16, 1))  # outputs and warps of a program
 MODELS = {
     "8B": SHAPES["llama-8b"],
     "32B": SHAPES["qwen-32b"],
@@ -71,7 +56,6 @@ FORMATS: dict[str, Callable[[Tensor], QuantisedMatrix] | None] = {
     "fp8-block": lambda weight: to_fp8(weight, 128),
     "int4": lambda weight: to_groups(weight, 4, 128, dtype=torch.bfloat16),
 }
-Records = list[dict[str, Any]]
 
 
 def make_model(shape: Shape, kind: str, device: str, vocabulary: int) -> Transformer:
@@ -105,96 +89,21 @@ def place(weight: Tensor, kind: str) -> Weight:
     return kept
 
 
-def num_bytes(weight: Weight) -> int:
-    return sum(each.nbytes for each in tensors_of(weight).values())
-
-
-def digits(value: float) -> float:
-    """Four digits."""
-    return float(f"{value:.4g}")
-
-
 # ---- one product ----
 
 
-class Products:
-    """The products of some layers on a device, each by its name in `PARTS`."""
+def products_of(model: Transformer, rows: Sequence[int]) -> Sequence[Products]:
+    if model.device.type != "cuda":
+        return [Products(model, num_rows) for num_rows in rows]
+    from benchmarks.lib.quantised_cuda import CudaProducts, compile_products
 
-    def __init__(self, model: Transformer, num_rows: int) -> None:
-        config = model.config
-
-        def rows(size: int) -> Tensor:
-            return torch.randn(num_rows, size, device=model.device).to(model.dtype)
-
-        self.model = model
-        self.hidden, self.normed = rows(config.hidden_size), rows(config.hidden_size)
-        self.qkv = rows((config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
-        self.attended = rows(config.num_heads * config.head_dim)
-        self.gate_up, self.activated = rows(2 * config.intermediate_size), rows(config.intermediate_size)
-
-    def run_all(self, name: str, plan: Plan | None = None) -> None:
-        for layer in self.model.layers:
-            self.run(name, layer, plan)
-
-    def run(self, name: str, layer: Layer, plan: Plan | None = None) -> None:
-        """On a CPU without norm, activation and plans."""
-        weight = getattr(layer, name)
-        if name in ("qkv", "gate_up"):
-            linear(self.hidden, weight)
-        else:
-            add_linear(self.hidden, self.attended if name == "out" else self.activated, weight)
-
-    def microseconds(self, name: str) -> float:
-        """Of one product; the median of some runs."""
-        times = []
-        for _ in range(5):
-            started = time.perf_counter()
-            self.run_all(name)
-            times.append(time.perf_counter() - started)
-        return statistics.median(times) * 1e6 / self.model.num_layers
-
-
-class CudaProducts(Products):
-    """As the CUDA executor computes them, in one graph."""
-
-    def __init__(self, model: Transformer, num_rows: int) -> None:
-        super().__init__(model, num_rows)
-        self.workspace = LinearWorkspace.allocate(model.device, matrices_of(model), num_rows)
-
-    def run(self, name: str, layer: Layer, plan: Plan | None = None) -> None:
-        norm, memory = layer.mlp_norm, self.workspace
-        if name == "qkv":
-            ours.norm_linear(self.hidden, norm, EPS, layer.qkv, None, self.qkv, self.normed, memory, plan)
-        elif name == "gate_up":
-            ours.norm_gate_up(
-                self.hidden, norm, EPS, layer.gate_up, self.activated, self.normed, self.gate_up, plan, workspace=memory
-            )
-        elif name == "out":
-            ours.linear_residual(self.attended, layer.out, self.hidden, None, memory, plan)
-        else:
-            ours.linear_residual(self.activated, layer.down, self.hidden, None, memory, plan)
-
-    def microseconds(self, name: str, plan: Plan | None = None) -> float:
-        return milliseconds(lambda: self.run_all(name, plan)) * 1e3 / self.model.num_layers
-
-    def error(self, name: str, plan: Plan | None) -> float:
-        """Norm of the difference from the chosen plan's result over that result's norm."""
-        results = [self._result(name, each) for each in (None, plan)]
-        return digits(float((results[1] - results[0]).norm() / results[0].norm()))
-
-    def _result(self, name: str, plan: Plan | None) -> Tensor:
-        kept, self.hidden = self.hidden, self.hidden.clone()  # products with a residual add to it
-        self.run(name, self.model.layers[0], plan)
-        result = {"qkv": self.qkv, "gate_up": self.activated}.get(name, self.hidden).float()
-        self.hidden = kept
-        return result
+    sizes = [CudaProducts(model, num_rows) for num_rows in rows]
+    compile_products(sizes)
+    return sizes
 
 
 def measure_products(model: Transformer, kind: str, rows: Sequence[int]) -> Records:
-    make, records = CudaProducts if model.device.type == "cuda" else Products, []
-    sizes = [make(model, num_rows) for num_rows in rows]
-    if model.device.type == "cuda":
-        compile_all([partial(each.run_all, name) for each in sizes for name in PARTS])
+    sizes, records = products_of(model, rows), []
     for num_rows, products in zip(rows, sizes, strict=True):
         for name in PARTS:
             floor = num_bytes(getattr(model.layers[0], name)) / BYTES_PER_SECOND * 1e6
@@ -203,43 +112,6 @@ def measure_products(model: Transformer, kind: str, rows: Sequence[int]) -> Reco
                 {"format": kind, "rows": num_rows, "product": name, "us": digits(us), "floor_us": digits(floor),
                  "of_floor": digits(floor / us)}
             )  # fmt: skip
-    return records
-
-
-# ---- plans ----
-
-
-def candidates(kind: str, num_rows: int, name: str, shape: tuple[int, int]) -> Iterator[Plan]:
-    """Plans to try for a product of tiles. With 64 outputs and 4 warps a tensor core takes a warp group at a time."""
-    (n, k), is_gated = shape, name == "gate_up"
-    n //= 1 + is_gated
-    for (block_n, warps), stages in itertools.product(((64, 4), (128, 8), *SMALL_TILES), (3, 5, 8)):
-        stage = block_n * (1 + is_gated) * (64 if kind == "int4" else 128) + padded(num_rows) * 256
-        for split in (1,) if is_gated else (1, 2, 4, 8, 16):
-            programs = triton.cdiv(n, block_n) * split
-            is_usual = 100 <= programs <= MAX_SPLIT_PROGRAMS or split == 1
-            fits = stages * stage <= 200 * 1024 and (split == 1 or block_n * padded(num_rows) <= 64 * TILE_ROWS)
-            if fits and is_usual and split * 256 <= k:
-                yield Plan("tiles", block_n, 128, warps, split=split, num_stages=stages)
-
-
-def try_plans(model: Transformer, kind: str, rows: Sequence[int]) -> Records:
-    records = []
-    for num_rows, name in itertools.product(rows, PARTS):
-        products, shape = CudaProducts(model, num_rows), getattr(model.layers[0], name).shape
-        plans: list[Plan | None] = [None, *candidates(kind, num_rows, name, shape)]
-        compile_all([partial(products.run_all, name, plan) for plan in plans])
-        floor = num_bytes(getattr(model.layers[0], name)) / BYTES_PER_SECOND * 1e6
-        tried = []
-        for plan in plans:
-            with suppress(OutOfResources):
-                us = products.microseconds(name, plan)
-                found = {"us": digits(us), "of_floor": digits(floor / us), "error": products.error(name, plan)}
-                tried.append({**found, "plan": None if plan is None else asdict(plan)})
-        best = sorted(tried[1:], key=lambda each: each["us"])[:3]
-        records.append({"format": kind, "rows": num_rows, "product": name, "chosen": tried[0], "best": best})
-        for each in (tried[0], *best):
-            print(f"  {kind:12} {num_rows:4} rows {name:8} {each}", flush=True)
     return records
 
 
@@ -303,6 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if "product" in args.parts:
             products += measure_products(make_model(few, kind, args.device, 64), kind, args.rows)
         if "plans" in args.parts and FORMATS[kind] is not None:
+            from benchmarks.lib.quantised_cuda import try_plans
+
             plans += try_plans(make_model(few, kind, args.device, 64), kind, args.rows)
         if "step" in args.parts:
             steps += measure_steps(make_model(shape, kind, args.device, args.vocabulary), kind, args)
