@@ -136,7 +136,8 @@ def _load_sources(model: str | None, draft: str | None, options: EngineOptions) 
             )
         fitting_pages(budget, models, options.page_size, max_model_len, feature_bytes=feature_bytes)
     is_head = isinstance(draft_source, HeadSource)
-    choose_window(options.draft_window, draft_source.config if draft_source else None, is_head, max_model_len)
+    draft_config = draft_source.config if draft_source else None
+    choose_window(options.draft_window, draft_config, is_head, max_model_len, device.name)
     tokenizer = source.tokenizer()
     target = _load("target", source, options, device)
     if draft_source is None:
@@ -525,7 +526,8 @@ def _limits(options: EngineOptions, device: Device, target: Transformer, draft: 
     max_running = options.max_running or min(device.max_running, options.max_batch_tokens or device.max_running)
     max_model_len = _max_model_len(options, target.max_positions)
     is_head = isinstance(draft, DraftHead)
-    window = choose_window(options.draft_window, draft.config if draft is not None else None, is_head, max_model_len)
+    draft_config = draft.config if draft is not None else None
+    window = choose_window(options.draft_window, draft_config, is_head, max_model_len, device.name)
     if window is not None and isinstance(draft, Transformer):
         draft.reach(max_model_len)
     return Limits(

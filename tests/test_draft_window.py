@@ -121,7 +121,13 @@ def test_a_draft_of_a_short_context_drafts_for_a_long_one(long_pair):
 )
 def test_auto_is_for_contexts_much_longer_than_a_window_or_than_the_draft_knows(asked, trained, max_model_len, window):
     config = replace(LONG, max_positions=trained)
-    assert choose_window(asked, config, is_head=False, max_model_len=max_model_len) == window
+    assert choose_window(asked, config, is_head=False, max_model_len=max_model_len, device="cpu") == window
+
+
+@pytest.mark.parametrize(("trained", "window"), [(8192, None), (2048, KeyWindow(1024, 4))])
+def test_on_a_gpu_auto_is_for_drafts_that_could_not_draft_without(trained, window):
+    config = replace(LONG, max_positions=trained)
+    assert choose_window("auto", config, is_head=False, max_model_len=8192, device="cuda") == window
 
 
 def test_windows_that_cannot_be_are_refused_by_name(long_pair):

@@ -147,7 +147,8 @@ def add_draft_window(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument(
         "--draft-window", type=_draft_window, default="auto", metavar="auto|off|N",
         help="a draft model attends to the first 4 tokens of a context and the last N: auto (1024 where contexts are "
-        "much longer or longer than those it was trained on; default), off (the whole context) or at least 64",
+        "longer than those it was trained on, and on a CPU where they are much longer; default), off (the whole "
+        "context) or at least 64",
     )  # fmt: skip
 
 

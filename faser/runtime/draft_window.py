@@ -12,11 +12,16 @@ from faser.models.config import ModelConfig
 
 SINKS = 4
 USUAL_SIZE = 1024
-FEW_WINDOWS = 4  # a context of fewer windows: `auto` keeps whole contexts
+FEW_WINDOWS = 4  # a context of fewer windows: `auto` shows whole contexts
 
 
-def choose_window(asked: str | int, draft: ModelConfig | None, is_head: bool, max_model_len: int) -> KeyWindow | None:
-    """The window of a draft; None: it sees whole contexts. `asked` as in EngineOptions."""
+def choose_window(
+    asked: str | int, draft: ModelConfig | None, is_head: bool, max_model_len: int, device: str
+) -> KeyWindow | None:
+    """The window of a draft; None: it sees whole contexts. `asked` as in EngineOptions.
+
+    On a GPU windows have not been measured yet, so `auto` takes one only where a draft could not draft without.
+    """
     if draft is None or is_head or draft.windows:
         if isinstance(asked, int):
             why = "there is no draft model" if draft is None else "a draft head sees whole contexts"
@@ -33,5 +38,5 @@ def choose_window(asked: str | int, draft: ModelConfig | None, is_head: bool, ma
     size = min(USUAL_SIZE, trained - SINKS)
     if asked == "off" or size < KeyWindow.LEAST_SIZE:
         return None
-    is_long = max_model_len > trained or max_model_len >= FEW_WINDOWS * (size + SINKS)
-    return KeyWindow(size, SINKS) if is_long else None
+    is_long = device == "cpu" and max_model_len >= FEW_WINDOWS * (size + SINKS)
+    return KeyWindow(size, SINKS) if is_long or max_model_len > trained else None

@@ -10,13 +10,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from faser.models.quantised.matrix import Fp8Matrix, GroupMatrix, QuantisedMatrix, Weight, dequantise, stack
-from faser.models.quantised.packed import for_cpu, packing_pays
+from faser.models.quantised.matrix import Fp8Matrix, GroupMatrix, QuantisedMatrix, Stack, Weight, dequantise, stack
+from faser.models.quantised.packed import PackedMatrix, for_cpu, packing_pays
 from faser.models.quantised.rounding import to_groups
 from faser.models.quantised.tiled import TiledMatrix
 from faser.models.transformer import Layer, Transformer
@@ -130,3 +130,14 @@ def pack_draft(draft: Transformer, target: Transformer) -> Transformer:
 def is_packed(model: Transformer) -> bool:
     """Whether a CPU computes with the codes of its layers."""
     return not isinstance(model.layers[0].gate_up, Tensor) and model.device.type == "cpu"
+
+
+def packed_matrices(model: Transformer) -> Literal["none", "some", "all"]:
+    """How many of the matrices of its layers are packed. Products with these round rows."""
+    matrices = [getattr(layer, name) for layer in model.layers for name in PARTS]
+    packed = [isinstance(part, PackedMatrix) for matrix in matrices for part in _parts(matrix)]
+    return "all" if all(packed) else "some" if any(packed) else "none"
+
+
+def _parts(weight: Weight) -> tuple[Weight, ...]:
+    return weight.parts if isinstance(weight, Stack) else (weight,)

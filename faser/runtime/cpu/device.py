@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 
 import torch
 
@@ -12,13 +13,14 @@ from faser.errors import ConfigError
 from faser.limits import KeyWindow
 from faser.models.config import ModelConfig
 from faser.models.heads import BlockHead, Eagle3Head
+from faser.models.quantised.placement import packed_matrices
 from faser.models.transformer import Transformer
 from faser.rules.early_exit import DEPTHS
 from faser.runtime.cpu.draft_memory import CpuDraftMemory, HostBlock
 from faser.runtime.cpu.drafter import BlockDrafter, Eagle3Drafter, ModelDrafter
 from faser.runtime.cpu.executor import TorchExecutor
 from faser.runtime.cpu.positions import RotaryPositions
-from faser.runtime.cpu.rounded import RoundedRunner
+from faser.runtime.cpu.rounded import BlockRunner, RoundedAttention, WideAttention
 from faser.runtime.cpu.runner import FeaturePages, HeadRunner, ModelRunner
 from faser.runtime.cpu.verifier import Verifier
 from faser.runtime.cpu.vision import CpuEyes
@@ -150,8 +152,11 @@ def _runner(
     pages = pages_over(block.bytes, model.config, parts.page_size, kv.dtype)
     sizes = parts.limits.max_running, parts.limits.max_model_len
     if kv.is_rounded:
-        return RoundedRunner(model, pages, *sizes, kv, features)
-    return ModelRunner(model, pages, *sizes, features, window)
+        return BlockRunner(model, pages, *sizes, features, window, partial(RoundedAttention, kv=kv))
+    packed = packed_matrices(model) if model is parts.target else "none"  # what a draft makes of last bits is a guess
+    if packed == "none":
+        return ModelRunner(model, pages, *sizes, features, window)
+    return (ModelRunner if packed == "all" else BlockRunner)(model, pages, *sizes, features, window, WideAttention)
 
 
 def _pages_gained(parts: Parts, num_pages: int) -> int:

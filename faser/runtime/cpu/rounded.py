@@ -1,15 +1,17 @@
-"""Keys and values as 8-bit floats on the CPU, such that the output still does not depend on speculation.
+"""Models that round on the CPU, such that the output still does not depend on speculation.
 
-Rounding makes much of little: where a key lies near the middle of two 8-bit floats, its last bit decides which of them
-is stored. Products and attention give a row other last bits in another batch. So here they do not: rows go through the
-layers ROWS at a time, padded, because a product of one shape treats all of its rows alike, and attention is computed
-in float64, whose last bits are lost when its results are rounded to the dtype of the model.
+Rounding makes much of little: where a number lies near the middle of two coarser ones, its last bit decides which of
+them it becomes. Keys and values are rounded to 8-bit floats if asked for; rows are rounded to bfloat16 before products
+with packed weights (faser/models/quantised/packed.py). Products in float32 and attention give a row other last bits in
+another batch. So here they do not: rows go through the layers ROWS at a time, padded, because a product of one shape
+treats all of its rows alike, and attention is computed in float64, whose last bits are lost when its results are
+rounded to the dtype of the model. Where all products are with packed weights, which treat rows alike at any number of
+rows, wide attention is enough.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,28 +19,45 @@ import torch
 import torch.nn.functional as F
 
 from faser.arrays import IntArray
+from faser.models.heads import DraftHead
 from faser.models.transformer import Transformer
-from faser.runtime.cpu.runner import CpuAttention, FeaturePages, Group, ModelRunner, Rows
+from faser.runtime.cpu.runner import CpuAttention, Group, ModelRunner, Rows
 from faser.runtime.kv_cache import KvFormat, round_kv
 
 ROWS = 4  # of a product: more are faster for prompts, fewer for the row of a request that does not draft
 
 
-class RoundedAttention(CpuAttention):
-    """Attention over pages of 8-bit floats, for ROWS rows at a time; those behind the real ones are padding."""
+class WideAttention(CpuAttention):
+    """Attention in float64. Rows behind the real ones are padding."""
 
     dtype = torch.float64
+
+    def __init__(
+        self, model: Transformer | DraftHead, pages: torch.Tensor, table: IntArray, rows: Rows, **seen: Any
+    ) -> None:
+        super().__init__(model, pages, table, rows, **seen)
+        self._num_rows = rows.num_rows
+
+    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        attended = super().__call__(layer, qkv[: self._num_rows])
+        num_padding = qkv.shape[0] - self._num_rows
+        return F.pad(attended, (0, 0, 0, num_padding)) if num_padding else attended
+
+    def _attend(self, group: Group, query: torch.Tensor, layer: int) -> torch.Tensor:
+        return super()._attend(group, query.to(self.dtype), layer).to(query.dtype)
+
+    def _read(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
+        return super()._read(layer, pages).to(self.dtype)
+
+
+class RoundedAttention(WideAttention):
+    """The same over pages of 8-bit floats."""
 
     def __init__(
         self, model: Transformer, pages: torch.Tensor, table: IntArray, rows: Rows, *, kv: KvFormat, **seen: Any
     ) -> None:
         super().__init__(model, pages, table, rows, **seen)
-        self._num_rows = rows.num_rows
         self._kv = kv
-
-    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        attended = super().__call__(layer, qkv[: self._num_rows])
-        return F.pad(attended, (0, 0, 0, qkv.shape[0] - self._num_rows))
 
     def _write(self, layer: int, kv: torch.Tensor) -> None:
         parts = zip(kv.chunk(2, dim=1), self._kv.scales_of(layer), strict=True)
@@ -46,30 +65,15 @@ class RoundedAttention(CpuAttention):
         entries = self._pages[layer].flatten(0, 1).view(torch.uint8)  # torch copies no 8-bit floats by index
         entries.index_copy_(0, self._written, rounded.view(torch.uint8))
 
-    def _attend(self, group: Group, query: torch.Tensor, layer: int) -> torch.Tensor:
-        return super()._attend(group, query.to(self.dtype), layer).to(query.dtype)
-
     def _read(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
-        kv = super()._read(layer, pages).to(self.dtype)
+        kv = super()._read(layer, pages)
         for part, scale in zip(kv.chunk(2, dim=2), self._kv.scales_of(layer), strict=True):
             part.mul_(scale)
         return kv
 
 
-class RoundedRunner(ModelRunner):
-    """A model whose keys and values are stored as 8-bit floats."""
-
-    def __init__(
-        self,
-        model: Transformer,
-        pages: torch.Tensor,
-        max_slots: int,
-        max_tokens: int,
-        kv: KvFormat,
-        features: FeaturePages | None = None,
-    ) -> None:
-        super().__init__(model, pages, max_slots, max_tokens, features)
-        self._make_attention = partial(RoundedAttention, kv=kv)
+class BlockRunner(ModelRunner):
+    """Computes ROWS rows at a time."""
 
     def _run(self, rows: Rows, hidden: torch.Tensor, first: int, last: int | None) -> torch.Tensor:
         """In blocks of rows. Each sees what the blocks before it have stored."""

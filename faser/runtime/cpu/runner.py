@@ -173,13 +173,14 @@ class ModelRunner(Runner):
         max_tokens: int,
         features: FeaturePages | None = None,
         window: KeyWindow | None = None,
+        attention: Callable[..., CpuAttention] | None = None,
     ) -> None:
         """`window`: what every layer sees of a context, instead of what the model's config says."""
         super().__init__(model, pages, max_slots, max_tokens)
         self._windows = (window,) * model.num_layers if window is not None else model.config.layer_windows
         self.model = model
         self.features = features
-        self._make_attention: Callable[..., CpuAttention] = CpuAttention
+        self._make_attention = attention or CpuAttention
         self.rotary: RotaryPositions | None = None  # of a model whose tokens stand in space and time
 
     def admit(self, new: Admission) -> None:
