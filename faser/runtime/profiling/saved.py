@@ -29,6 +29,8 @@ from faser.threads import available_cpus
 
 log = logging.getLogger("faser.engine")
 
+WRITER = "profile writer"  # the name of threads that keep profiles
+
 
 def describe(
     target: Transformer,
@@ -121,7 +123,7 @@ def keep(profile: Profile) -> Path | None:
 
 def keep_in_background(profile: Profile) -> Thread:
     """Save a profile while the engine goes on: a slow disk delays no request."""
-    thread = Thread(target=keep, args=(profile,), daemon=True)
+    thread = Thread(target=keep, args=(profile,), name=WRITER, daemon=True)
     thread.start()
     return thread
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from faser.cost.profile import Profile
+from faser.runtime.profiling.saved import WRITER
 from tests.faults import armed
 from tests.runtime.profiling.engines import Costly, make_full, stub
 from tests.runtime.profiling.machine import CPU, LIMITS, Simulated, machine
@@ -18,8 +19,9 @@ from tests.test_exactness import assert_equal, make_engine, make_requests, refer
 def wait_for_writers() -> None:
     """Profiles are written in threads of their own."""
     for thread in threading.enumerate():
-        if thread is not threading.main_thread() and thread.daemon:
+        if thread.name == WRITER:
             thread.join(60)
+            assert not thread.is_alive()
 
 
 def test_idle_moments_complete_the_profile_and_keep_it(pair, cache, monkeypatch):
