@@ -53,7 +53,7 @@ def serve_through(engine: Engine, requests) -> tuple[Outcome, int]:
 
 
 def assert_only_some_failed(outcome: Outcome, right: Outcome, most: int) -> None:
-    """At most so many failed; the others have their tokens, and the failed ones the beginning of theirs."""
+    """At most `most` failed; the others have their tokens, and the failed ones the beginning of theirs."""
     failed = [name for name, reason in outcome.reasons.items() if reason is FinishReason.FAILED]
     assert len(failed) <= most
     assert outcome.reasons.keys() == right.reasons.keys(), "every request is answered"

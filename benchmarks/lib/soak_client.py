@@ -20,7 +20,7 @@ class Choice:
     text: str = ""
     finish_reason: str | None = None
     tokens: list[str] = field(default_factory=list)  # if log-probabilities were requested
-    gaps: list[float] = field(default_factory=list, compare=False)  # between the two likeliest tokens, likewise
+    gaps: list[float] = field(default_factory=list, compare=False)  # between the two best tokens; as `tokens`
 
     def take(self, choice: dict[str, Any]) -> None:
         """Add a choice of an answer or of an event."""

@@ -123,7 +123,7 @@ class Acceptance:
                 self._contexts.forget()
 
     def _weigh(self, most: float) -> None:
-        """What is known counts as at most so many tried tokens."""
+        """Let what is known count as at most `most` tried tokens."""
         self._scale(most / max(most, float(self._counts[0, 0])))
 
     def _scale(self, factor: float) -> None:
