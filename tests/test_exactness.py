@@ -175,12 +175,9 @@ class Immovable(Fixed):
         return Never()
 
 
-@pytest.mark.parametrize("num_pages", [24, 100])
-def test_a_draft_that_leaves_and_returns_changes_nothing(pair, num_pages):
-    target, draft, requests, right = pair
-    engine = make_engine(target, draft, RandomLengths(seed=4), num_pages=num_pages, offload="on")
-    random, places = np.random.default_rng(5), set()
-    step = engine.step
+def move_at_random(engine):
+    """The draft of the engine leaves or comes back at random steps; returns the places where it was, as they come."""
+    random, places, step = np.random.default_rng(5), set(), engine.step
 
     def moving_step():
         if random.random() < 0.15:
@@ -189,6 +186,14 @@ def test_a_draft_that_leaves_and_returns_changes_nothing(pair, num_pages):
         return step()
 
     engine.step = moving_step
+    return places
+
+
+@pytest.mark.parametrize("num_pages", [24, 100])
+def test_a_draft_that_leaves_and_returns_changes_nothing(pair, num_pages):
+    target, draft, requests, right = pair
+    engine = make_engine(target, draft, RandomLengths(seed=4), num_pages=num_pages, offload="on")
+    places = move_at_random(engine)
     assert_equal(serve(engine, requests), right)
     assert {Place.RESIDENT, Place.AWAY} <= places
     assert engine.residency.stats.moves >= 2

@@ -5,7 +5,6 @@ Every run is compared, token for token, with each request served alone under pol
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,7 +17,7 @@ from faser.runtime.kv_cache import KvFormat, bytes_per_page
 from faser.runtime.profiling.saved import describe, path_of
 from tests import test_vision
 from tests.oracle import RandomLengths, RandomStops
-from tests.test_exactness import Immovable, assert_equal, make_engine, make_requests, reference, serve
+from tests.test_exactness import Immovable, assert_equal, make_engine, make_requests, move_at_random, reference, serve
 from tests.test_sliding import NO_ANCHOR, serve_one, sliding, video
 from tests.tiny import make_draft, make_grid, make_head, make_model, make_vision_model
 
@@ -72,15 +71,7 @@ def test_a_draft_that_leaves_and_returns_changes_no_token(pair):
     """Pages of the target in the draft's memory are moved as bytes."""
     target, draft, requests, right = pair
     engine = make_engine(target, draft, Immovable(3), num_pages=40, offload="on", kv_dtype="fp8")
-    random, places, step = np.random.default_rng(5), set(), engine.step
-
-    def moving_step():
-        if random.random() < 0.15:
-            (engine.residency.leave if engine.residency.place is Place.RESIDENT else engine.residency.come_back)()
-        places.add(engine.residency.place)
-        return step()
-
-    engine.step = moving_step
+    places = move_at_random(engine)
     assert_equal(serve(engine, requests), right)
     assert {Place.RESIDENT, Place.AWAY} <= places
     assert engine.residency.stats.moves >= 2

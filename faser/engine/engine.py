@@ -92,9 +92,8 @@ class Engine:
         self.exits = exits
         self.residency = residency
         self.on_plan: Callable[[], None] = lambda: None  # called when a step is planned, before its result is awaited
-        self.on_activity: Callable[[Activity, StepPlan | None, float | None], None] = lambda *_: (
-            None
-        )  # plan, prediction
+        # called when something else begins, with the plan of a step that is executed and its predicted seconds
+        self.on_activity: Callable[[Activity, StepPlan | None, float | None], None] = lambda *_: None
         self._async = executor if isinstance(executor, AsyncExecutor) else None
         self._running: deque[_RunningStep] = deque()  # oldest first; two at most
         self._last_ended = float("-inf")  # when the latest step ended

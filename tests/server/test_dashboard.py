@@ -9,13 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 import pytest
 
 from faser.server.dashboard.pages import dashboard_page
-from tests.server.web import html_parsers, outside_references
+from tests.server.web import html_parsers, outside_references, watched_page
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -41,18 +40,10 @@ def test_the_page_never_parses_what_the_server_sends_as_html() -> None:
 
 @pytest.fixture
 def page(browser: Browser, server: Any) -> Iterator[Page]:
-    """The dashboard after its first answer. No console error, and no request to another host, passes unnoticed."""
-    errors: list[str] = []
-    requested: list[str] = []
-    page = browser.new_page()
-    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("request", lambda request: requested.append(request.url))
-    _open(page, server)
-    yield page
-    page.close()
-    assert errors == []
-    assert {urlsplit(url).netloc for url in requested if not url.startswith("data:")} == {urlsplit(server.url).netloc}
+    """The dashboard after its first answer."""
+    with watched_page(browser, server.url) as page:
+        _open(page, server)
+        yield page
 
 
 def _open(page: Page, server: Any) -> None:

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -20,7 +19,7 @@ from faser.watch import WatchOptions, windows
 from tests.media.clips import clip, moving
 from tests.server.running import running
 from tests.server.seeing import settings
-from tests.server.web import html_parsers, outside_references
+from tests.server.web import html_parsers, outside_references, watched_page
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -48,19 +47,10 @@ def test_the_page_has_the_looks_and_helpers_of_the_dashboard() -> None:
 
 @pytest.fixture
 def page(browser: Browser, seeing_server: Any) -> Iterator[Page]:
-    """The page when it is ready. No console error, and no request to another host, passes unnoticed."""
-    errors: list[str] = []
-    requested: list[str] = []
-    page = browser.new_page()
-    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("request", lambda request: requested.append(request.url))
-    _open(page, seeing_server)
-    yield page
-    page.close()
-    assert errors == []
-    hosts = {urlsplit(url).netloc for url in requested if not url.startswith(("data:", "blob:"))}
-    assert hosts == {urlsplit(seeing_server.url).netloc}
+    """The page when it is ready."""
+    with watched_page(browser, seeing_server.url, own=("data:", "blob:")) as page:
+        _open(page, seeing_server)
+        yield page
 
 
 def _open(page: Page, server: Any) -> None:

@@ -7,11 +7,12 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Page
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 CHROMIUM_FLAGS = [
@@ -30,6 +31,21 @@ def chromium() -> Iterator[Browser]:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_FLAGS)
         yield browser
         browser.close()
+
+
+@contextmanager
+def watched_page(browser: Browser, server_url: str, own: tuple[str, ...] = ("data:",)) -> Iterator[Page]:
+    """A new page. No console error, and no request to another host, passes unnoticed; `own` begin URLs of no host."""
+    errors: list[str] = []
+    requested: list[str] = []
+    page = browser.new_page()
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("request", lambda request: requested.append(request.url))
+    yield page
+    page.close()
+    assert errors == []
+    assert {urlsplit(url).netloc for url in requested if not url.startswith(own)} == {urlsplit(server_url).netloc}
 
 
 def outside_references(page: str) -> list[str]:
