@@ -174,7 +174,23 @@ wait
 """
 
 
-def test_a_run_cut_by_sigterm_leaves_no_process_and_no_temporary_file(folder, tmp_path):
+PROGRAM = """
+import subprocess, sys, time
+import faser.cli.main
+
+start = subprocess.Popen.__init__
+
+def slow_start(self, *given, **named):
+    start(self, *given, **named)
+    time.sleep({delay})
+
+subprocess.Popen.__init__ = slow_start
+sys.exit(faser.cli.main.main({given!r}))
+"""
+
+
+@pytest.mark.parametrize("delay", [0, 1], ids=["once started", "while it starts"])
+def test_a_run_cut_by_sigterm_leaves_no_process_and_no_temporary_file(delay, folder, tmp_path):
     """Two signals while a browser draws the report. The browser's helper holds a pipe, which closes when it ends.
 
     The signals differ: two of one kind that come close together are delivered as one.
@@ -190,7 +206,7 @@ def test_a_run_cut_by_sigterm_leaves_no_process_and_no_temporary_file(folder, tm
     environment = {**os.environ, "TMPDIR": str(temporary), "PATH": f"{browser.parent}:{os.environ['PATH']}"}
     held = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     done = subprocess.run(
-        [sys.executable, "-c", f"import sys, faser.cli.main; sys.exit(faser.cli.main.main({given!r}))"],
+        [sys.executable, "-c", PROGRAM.format(delay=delay, given=given)],
         env=environment, capture_output=True, text=True,
     )  # fmt: skip
     os.set_blocking(held, True)

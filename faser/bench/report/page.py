@@ -13,8 +13,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,7 @@ from faser.traffic.document import Document
 TEMPLATE = Path(__file__).with_name("report.html")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER_SECONDS = 60.0  # for one image
+HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -209,12 +210,29 @@ def _photograph(program: str, chart: Markup, path: Path) -> None:
 
 def _run_alone(command: Sequence[str]) -> None:
     """In its own session: Ctrl-C in the terminal does not reach it, and its child processes end with it."""
-    quiet = subprocess.DEVNULL
-    with subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True) as process:
-        try:
-            status = process.wait(BROWSER_SECONDS)
-        finally:
+    quiet, process = subprocess.DEVNULL, None
+    try:
+        with _signals_held():
+            process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+        status = process.wait(BROWSER_SECONDS)
+    finally:
+        if process is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     if status:
         raise subprocess.CalledProcessError(status, command[0])
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait for the end of the block: their handlers raise, and a process would be lost."""
+    came: list[int] = []
+    before = {each: signal.signal(each, lambda number, _: came.append(number)) for each in HELD_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for late in came:
+            signal.raise_signal(late)
