@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Tests run in one process per core: a thread that waits at a barrier must not burn another test's time.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -10,6 +11,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 pytest_plugins = ["tests.skips"]
+
+# No example fails because the machine is busy. The rest is Hypothesis's own: in CI the examples are always the same.
+settings.register_profile("any speed", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")
 
 # Tiny models gain nothing from threads and lose much to their barriers, most of all on a busy machine.
 torch.set_num_threads(1)

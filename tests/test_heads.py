@@ -146,7 +146,7 @@ def steady():
     return target, found
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(pattern=st.lists(st.booleans(), min_size=2, max_size=9).filter(any), rows=st.sampled_from([6, 9, 64]))
 @pytest.mark.parametrize("name", HEAD_KINDS)
 def test_after_a_pause_drafts_are_as_without_it(steady, name, pattern, rows):

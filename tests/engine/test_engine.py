@@ -309,7 +309,7 @@ def test_the_random_overlap_of_these_tests_makes_every_kind_of_step():
 
 
 @pytest.mark.parametrize("kind", ["off", "sometimes", "random", "fixed"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     workload=workloads(), num_pages=st.integers(9, 40), num_draft_pages=st.integers(4, 30), seed=st.integers(0, 99),
     caching=st.booleans(), max_batch_tokens=st.integers(4, 14), stops=st.booleans(),

@@ -65,7 +65,7 @@ def test_a_context_far_longer_than_any_seen_begins_with_few_rows():
     assert share(room, [5000], [10_000_000])[0] == 8, "this many pairs were never measured"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     base=st.floats(0.0, 0.15), row=st.floats(1e-5, 0.01), context=st.floats(1000.0, 50_000.0), speed=st.floats(0.01, 10)
 )
@@ -162,7 +162,7 @@ rooms = st.builds(
 prompts = st.lists(st.tuples(st.integers(1, 400), st.integers(0, 3000)), min_size=1, max_size=12)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(room=rooms, prompts=prompts)
 def test_shares_fit_the_room_and_the_oldest_always_moves_on(room, prompts):
     left, context = [p[0] for p in prompts], [p[1] for p in prompts]
@@ -195,7 +195,7 @@ def test_a_short_prompt_gets_all_its_rows_beside_an_older_long_one():
     assert list(turns([5, 9, 3, 3])) == [(0, True), (2, False), (3, False), (0, False), (1, False)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     arriving=st.lists(st.lists(st.integers(1, 60), max_size=4), min_size=1, max_size=15),
     rows=st.integers(4, 40),

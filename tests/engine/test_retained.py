@@ -179,7 +179,7 @@ def test_a_context_that_is_too_short_is_not_taken():
     assert world.finished["b"].finish.stats.reused == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     events=st.lists(
         st.tuples(st.integers(0, 2), st.sampled_from(["window", "text", "cancel", "drop", "step"]), st.integers(0, 7)),

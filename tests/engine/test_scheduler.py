@@ -663,7 +663,7 @@ def test_catching_up_and_a_prompt_share_the_seconds_of_a_step():
     assert np.median(taken) < 1.1 * 0.04
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(1, 50), min_size=1, max_size=8),
     every=st.integers(1, 4),
@@ -788,4 +788,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=40)

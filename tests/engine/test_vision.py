@@ -293,7 +293,7 @@ def test_the_encoder_does_not_teach_the_pace_of_prompts():
 PARTS = st.one_of(st.integers(1, 14), st.tuples(st.integers(0, 4), st.integers(1, 30)))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     prompts=st.lists(st.lists(PARTS, min_size=1, max_size=5), min_size=1, max_size=8),
     blocks=st.integers(2, 5),

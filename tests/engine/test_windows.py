@@ -126,7 +126,7 @@ def test_pages_of_a_draft_that_began_again_are_not_published():
 
 
 @pytest.mark.parametrize("kind", ["plain", "lookup", "overlap"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 10_000),
     agreement=st.sampled_from([0.0, 0.5, 1.0]),

@@ -51,7 +51,7 @@ def damaged(draw, files: dict[str, bytes]) -> bytes:
     return bytes(data[:stop] + data[start:]) if how == "doubled" else bytes(data)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(damaged(PICTURES))
 def test_damaged_pictures_are_decoded_or_refused(data):
     with contextlib.suppress(InvalidRequest):
@@ -61,7 +61,7 @@ def test_damaged_pictures_are_decoded_or_refused(data):
         assert 0 < pixels.shape[0] * pixels.shape[1] <= LIMITS.max_pixels
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(damaged(VIDEOS))
 def test_damaged_videos_are_decoded_or_refused(data):
     with contextlib.suppress(InvalidRequest):
@@ -73,7 +73,7 @@ def test_damaged_videos_are_decoded_or_refused(data):
         assert 0 < video.fps < np.inf
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.binary(max_size=300))
 def test_random_bytes_are_refused(data):
     for decode in (lambda: decode_picture(data, LIMITS), lambda: decode_video(data, VideoOptions(), LIMITS)):
@@ -81,7 +81,7 @@ def test_random_bytes_are_refused(data):
             decode()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.text(max_size=40), st.sampled_from(["", "data:", "data:;base64,", "file://", "/", "http:", "file:///allowed/"])
 )

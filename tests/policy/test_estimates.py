@@ -31,7 +31,7 @@ def test_a_request_at_its_limit_is_neither_drafted_for_nor_verified_further():
 
 
 @pytest.mark.parametrize("profile", [H200, SMOOTH])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(requests=st.lists(st.tuples(st.integers(0, 7), st.integers(3, 900), st.integers(1, 4)), min_size=1, max_size=40))
 def test_a_ragged_step_is_priced_as_the_cost_model_prices_its_plan(profile, requests):
     lengths, num_tokens, lag = (np.array(each) for each in zip(*requests, strict=True))
@@ -46,7 +46,7 @@ def test_a_ragged_step_is_priced_as_the_cost_model_prices_its_plan(profile, requ
     assert step_seconds(cost, lengths, num_tokens, catch_up) == pytest.approx(cost.predict(plan))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     requests=st.lists(
         st.tuples(st.sampled_from([0.0, 0.3, 0.5, 0.9, 1.0]), st.integers(0, 6)), min_size=1, max_size=12

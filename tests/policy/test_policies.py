@@ -106,7 +106,7 @@ def random_view(random: np.random.Generator, size: int, profile: Profile) -> Bat
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(history=histories())
 def test_lengths_are_whole_numbers_from_0_to_the_longest_announced(name, history):
     views, random = history

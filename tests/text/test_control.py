@@ -126,7 +126,7 @@ def control_ids(tokenizer: Tokenizer, token_ids: list[int]) -> list[int]:
     return [i for i in token_ids if added.get(i, "") in CONTROL]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(kind=kinds, name=names, messages=conversations(hostile))
 def test_control_tokens_are_those_of_the_same_conversation_without_the_user_s_words(kind, name, messages):
     tokenizer, template = TOKENIZERS[kind], template_of(name)
@@ -139,7 +139,7 @@ def test_control_tokens_are_those_of_the_same_conversation_without_the_user_s_wo
         assert found == control_ids(tokenizer, tokenizer.encode(neutral, add_special_tokens=False))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(kind=st.sampled_from(["byte level", "merging"]), name=names, messages=conversations(hostile))
 def test_the_text_stays_the_same_to_the_last_character(kind, name, messages):
     tokenizer, template = TOKENIZERS[kind], template_of(name)
@@ -148,7 +148,7 @@ def test_the_text_stays_the_same_to_the_last_character(kind, name, messages):
         assert tokenizer.decode(ids_of(template, tokenizer, messages), skip_special_tokens=False) == text
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(kind=kinds, name=names, messages=conversations(harmless))
 def test_a_text_without_control_tokens_is_encoded_as_ever(kind, name, messages):
     tokenizer, template = TOKENIZERS[kind], template_of(name)
@@ -160,7 +160,7 @@ def test_a_text_without_control_tokens_is_encoded_as_ever(kind, name, messages):
     )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(name=st.sampled_from([*TEXTS, "untraced"]), messages=conversations(hostile))
 def test_a_traced_template_writes_what_jinja_writes(name, messages):
     text = {**TEXTS, "untraced": templates.UNTRACED}[name].replace("strftime_now is defined", "false")  # no midnight

@@ -47,7 +47,7 @@ tokens = st.lists(st.lists(st.integers(3, 299), min_size=1, max_size=5), min_siz
 stops = st.lists(st.sampled_from(["e", " the", "th", "x\ufffd", "東", "abc", "o "]), max_size=3, unique=True)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(steps=tokens, stop=stops)
 def test_joined_chunks_are_the_output_s_text_and_nothing_shown_is_taken_back(tokenizer, steps, stop):
     checker = StopChecker(tokenizer, stop) if stop else None
