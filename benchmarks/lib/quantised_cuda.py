@@ -19,10 +19,11 @@ from faser.models.transformer import Layer, Transformer, matrices_of
 from faser.runtime.cuda import linear as ours
 from faser.runtime.cuda.compile import compile_all
 from faser.runtime.cuda.linear import LinearWorkspace
-from faser.runtime.cuda.linear_plans import MAX_SPLIT_PROGRAMS, TILE_ROWS, Plan
-from faser.runtime.cuda.quantised_plans import padded
+from faser.runtime.cuda.linear_plans import NUM_SMS, Plan
+from faser.runtime.cuda.quantised_plans import fits_workspace
 
-SMALL_TILES = ((64, 2), (32, 2), (32, 1), (16, 1))  # outputs and warps of a program
+# Outputs and warps of a program. With 64 outputs and 4 warps a tensor core takes a warp group at a time.
+TILES = ((64, 4), (64, 2), (32, 2), (32, 1), (16, 1))
 
 
 class CudaProducts(Products):
@@ -70,17 +71,25 @@ def compile_products(sizes: Sequence[CudaProducts]) -> None:
 
 
 def candidates(kind: str, num_rows: int, name: str, shape: tuple[int, int]) -> Iterator[Plan]:
-    """Plans to try for a product of tiles. With 64 outputs and 4 warps a tensor core takes a warp group at a time."""
+    """Plans to try for a product of tiles: programs of few outputs to many, and few programs on an SM to many.
+
+    Many warps on an SM hide the chain from a load to a sum. What an SM has in flight is then shared out among its
+    programs: 32 KB keep its part of the memory busy, 64 KB leave some room.
+    """
     (n, k), is_gated = shape, name == "gate_up"
     n //= 1 + is_gated
-    for (block_n, warps), stages in itertools.product(((64, 4), (128, 8), *SMALL_TILES), (3, 5, 8)):
-        stage = block_n * (1 + is_gated) * (64 if kind == "int4" else 128) + padded(num_rows) * 256
-        for split in (1,) if is_gated else (1, 2, 4, 8, 16):
-            programs = triton.cdiv(n, block_n) * split
-            is_usual = 100 <= programs <= MAX_SPLIT_PROGRAMS or split == 1
-            fits = stages * stage <= 200 * 1024 and (split == 1 or block_n * padded(num_rows) <= 64 * TILE_ROWS)
-            if fits and is_usual and split * 256 <= k:
-                yield Plan("tiles", block_n, 128, warps, split=split, num_stages=stages)
+    step, step_bytes = (128, 64) if kind == "int4" else (128, 128)
+    tried = set()
+    for (block_n, warps), per_sm, in_flight in itertools.product(TILES, (2, 4, 8), (32, 64)):
+        num_blocks = triton.cdiv(n, block_n)
+        split = 1 if is_gated else max(1, min(per_sm * NUM_SMS // num_blocks, k // (2 * step)))
+        resident = min(per_sm, max(1, round(num_blocks * split / NUM_SMS)))
+        stage_bytes = block_n * (1 + is_gated) * step_bytes
+        stages = max(2, min(8, in_flight * 1024 // (resident * stage_bytes)))
+        plan = Plan("tiles", block_n, step, warps, split=split, num_stages=stages)
+        if plan not in tried and (split == 1 or fits_workspace(plan, num_rows, num_blocks)):
+            tried.add(plan)
+            yield plan
 
 
 def try_plans(model: Transformer, kind: str, rows: Sequence[int]) -> Records:

@@ -23,14 +23,14 @@ from torch import Tensor
 from faser.errors import ConfigError
 from faser.models.quantised.matrix import FP8, Fp8Matrix, QuantisedMatrix
 from faser.models.quantised.tiled import TiledMatrix
-from faser.runtime.cuda.linear_plans import MAX_SPLIT_PROGRAMS, Plan
+from faser.runtime.cuda.linear_plans import Plan
 from faser.runtime.cuda.quantised_kernels import (
     dequantise_kernel,
     fp8_tiles_kernel,
     group_tiles_kernel,
     round_rows_kernel,
 )
-from faser.runtime.cuda.quantised_plans import FP8_COLUMNS, Kind, choose, padded
+from faser.runtime.cuda.quantised_plans import FP8_COLUMNS, Kind, choose, fits_workspace, padded
 from faser.runtime.cuda.rowwise import dependent_launch, require_contiguous, silu_mul
 
 _SLICE_WEIGHTS = 1 << 24  # dequantised at a time: 32 MB in bfloat16, which fits into the L2 cache of an H200
@@ -240,7 +240,7 @@ def _form(weight: TiledMatrix) -> dict[str, int]:
 def _grid(plan: Plan, num_rows: int, n: int) -> tuple[int, int, int]:
     """Blocks of rows stand next to each other, so that the second finds the weights in the L2 cache."""
     row_blocks, num_blocks = triton.cdiv(num_rows, padded(num_rows)), triton.cdiv(n, plan.block_n)
-    assert plan.split == 1 or (row_blocks == 1 and num_blocks * plan.split <= MAX_SPLIT_PROGRAMS)
+    assert plan.split == 1 or (row_blocks == 1 and fits_workspace(plan, num_rows, num_blocks))
     return row_blocks, num_blocks, plan.split
 
 

@@ -43,3 +43,9 @@ def choose(
 def padded(num_rows: int) -> int:
     """Rows of one program: the narrow operand of a tensor core."""
     return min(_MOST_ROWS, max(16, triton.next_power_of_2(num_rows)))
+
+
+def fits_workspace(plan: Plan, num_rows: int, num_blocks: int) -> bool:
+    """Whether a `LinearWorkspace` has room for the sums of programs that share K."""
+    sums = num_blocks * plan.split * plan.block_n * padded(num_rows)
+    return num_blocks <= MAX_SPLIT_PROGRAMS and sums <= MAX_SPLIT_PROGRAMS * 64 * TILE_ROWS

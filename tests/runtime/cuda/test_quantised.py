@@ -169,6 +169,12 @@ def test_tiles_of_fewer_outputs_give_the_same_products(kind, block_n, num_warps,
     Case.random(kind, 2, 40, 512, place).check_all(plan)
 
 
+def test_more_programs_than_run_at_once_may_share_columns(place):
+    plan = replace(tiles(128, split=16), block_n=16, num_warps=1)
+    assert MAX_SPLIT_PROGRAMS < 17 * 16
+    Case.random("symmetric", 1, 17 * 16, 16 * 128, place).check_residual(plan)
+
+
 @pytest.mark.parametrize("kind", ["fp8 rows", "fp8 blocks", "symmetric"])
 def test_many_rows_are_multiplied_in_blocks(kind, place, monkeypatch):
     monkeypatch.setattr(quantised_plans, "_MOST_ROWS", 16)
