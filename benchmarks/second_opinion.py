@@ -48,9 +48,9 @@ def write(folders: Path) -> None:
             intermediate_size=192 if name == PARTIAL else 256, norm_eps=1e-5, max_positions=64, eos_token_ids=(2,),
         )  # fmt: skip
         model, kind = Transformer.random(config, 0, std=0.1), name.split(",")[0].split()[0]
-        inputs = quantise.calibrate(model, range(3, 63)) if kind == "fp8-static" or "calibrated" in name else None
+        seen = quantise.calibrate(model, range(3, 63)) if kind == "fp8-static" or "calibrated" in name else None
         folder = folders / name / "model"
-        quantise.write_folder(model, folder, kind, 64 if kind == "int4" else 0, inputs)
+        quantise.write_folder(model, folder, kind, 64 if kind == "int4" else 0, seen)
         found = destinations_of(load(folder, ModelConfig.from_folder(folder), torch.bfloat16, quantised="off"))
         save_file({key: each.tensor.contiguous() for key, each in found.items()}, folders / name / EXPECTED)
 

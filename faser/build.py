@@ -120,8 +120,6 @@ def _load_sources(model: str | None, draft: str | None, options: EngineOptions) 
     device = make_device(options.device)
     require_room(options.kv_memory, device.memory)
     configs = [source.config] + ([draft_source.config] if draft_source is not None else [])
-    for role, config in zip(("target", "draft"), configs, strict=False):
-        device.require_model(role, config)
     if options.kv_dtype == "fp8":
         device.require_rounded_kv()
     budget = options.kv_memory or device.default_kv_memory()

@@ -95,10 +95,12 @@ def make_draft(target: Transformer, noise: float = 0.03, seed: int = 1) -> Trans
     return draft
 
 
-def make_head(target: Transformer, kind: str = "eagle3", seed: int = 2, std: float = 0.3) -> DraftHead:
+def make_head(
+    target: Transformer, kind: str = "eagle3", seed: int = 2, std: float = 0.3, head_dim: int = 16
+) -> DraftHead:
     """A random head of one of HEAD_KINDS."""
     config = target.config
-    layers = replace(_BASE, num_layers=1, head_dim=16, tie_embeddings=False, max_positions=config.max_positions)
+    layers = replace(_BASE, num_layers=1, head_dim=head_dim, tie_embeddings=False, max_positions=config.max_positions)
     options = {"layers": layers, "target_hidden_size": config.hidden_size, "feature_layers": (0, config.num_layers - 1)}
     if kind.startswith("eagle3"):
         flags = ("norm_before_residual", "norm_output", "fc_norm") if "3.1" in kind else ("norm_before_fc",)

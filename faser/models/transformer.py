@@ -11,9 +11,9 @@ row-major.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -61,18 +61,71 @@ class Layer:
         }
 
 
-class Transformer:
-    """A model in memory. `cos` and `sin` are [max_positions, head_dim // 2] tables in float32 for `layers.rotate`."""
+class Decoder(ABC):
+    """Layers between an embedding and a head, in memory: a whole model, or a draft head."""
+
+    config: ModelConfig
+    embedding: Tensor  # [vocab_size, hidden]
+    layers: tuple[Layer, ...]
+    final_norm: Tensor  # [hidden]
+    head: Weight  # [rows, hidden]
+    vocabulary: Tensor | None  # [rows] token ids of the head's rows; None: all tokens
+    max_positions: int
+    cos: Tensor  # [max_positions, head_dim // 2] in float32, for `layers.rotate`
+    sin: Tensor
+
+    @abstractmethod
+    def weights(self) -> Iterator[Tensor]:
+        """Every weight once; a tied head is not repeated."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights without the position tables; a tied head counts once."""
+        return sum(weight.numel() * weight.element_size() for weight in self.weights())
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [rows, head_dim // 2] at positions [rows], or [rows, 3] in time, height and width.
+
+        Positions are below max_positions.
+        """
+        return look_up(self.cos, self.sin, positions, self.config.rope)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids [rows] -> hidden [rows, hidden_size]."""
+        return F.embedding(token_ids, self.embedding)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, hidden_size] of the last layer -> [rows, rows of the head] in float32."""
+        return apply_head(self.normed(hidden), self.head).float()
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        return rms_norm(hidden, self.final_norm, self.config.norm_eps)
+
+
+class Transformer(Decoder):
+    """A whole model."""
 
     def __init__(
         self,
         config: ModelConfig,
-        embedding: Tensor,  # [vocab_size, hidden]
+        embedding: Tensor,
         layers: tuple[Layer, ...],
-        final_norm: Tensor,  # [hidden]
-        head: Weight,  # [vocab_size, hidden]; the embedding itself where tied and not quantised
+        final_norm: Tensor,
+        head: Weight,  # the embedding itself where tied and not quantised
         max_positions: int | None = None,
-        vocabulary: Tensor | None = None,  # [short] token ids of the head's rows; None: all tokens
+        vocabulary: Tensor | None = None,
         vision: VisionEncoder | None = None,
     ) -> None:
         self.config = config
@@ -148,23 +201,6 @@ class Transformer:
             self.cos, self.sin = rope_tables(self.config.rope, self.config.head_dim, num_positions, self.device)
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.embedding.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.embedding.device
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.layers)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the weights without the position tables; a tied head counts once."""
-        return sum(weight.numel() * weight.element_size() for weight in self.weights())
-
-    @property
     def formats(self) -> tuple[str, ...]:
         """How its matrices are stored: a dtype, or formats of quantised weights."""
         return tuple(dict.fromkeys(map(format_of, matrices_of(self))))
@@ -180,17 +216,6 @@ class Transformer:
         if self.vision is not None:
             yield from self.vision.weights()
 
-    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [rows, head_dim // 2] at positions [rows], or [rows, 3] in time, height and width.
-
-        Positions are below max_positions.
-        """
-        return look_up(self.cos, self.sin, positions, self.config.rope)
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """token_ids [rows] -> hidden [rows, hidden_size]."""
-        return F.embedding(token_ids, self.embedding)
-
     def run_layers(self, hidden: Tensor, attend: Attend, first: int = 0, last: int | None = None) -> Tensor:
         """Run layers first to last - 1 on hidden [rows, hidden_size], which is not changed.
 
@@ -200,17 +225,9 @@ class Transformer:
             hidden = run_layer(index, self.layers[index], self.config, hidden, attend)
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden_size] of the last layer -> [rows, vocab_size] in float32.
-
-        With a short vocabulary: one column per token of it.
-        """
-        normed = rms_norm(hidden, self.final_norm, self.config.norm_eps)
-        return apply_head(normed, self.head).float()
-
     def shortlist_logits(self, hidden: Tensor, candidates: int, token_ids: Tensor) -> Tensor:
         """[rows, candidates + 1]: the logits of tokens 0 … candidates - 1, then that of each row's own token."""
-        normed = rms_norm(hidden, self.final_norm, self.config.norm_eps)
+        normed = self.normed(hidden)
         own = (normed.float() * self.head_rows(token_ids).float()).sum(-1, keepdim=True)
         first = self.head[:candidates] if isinstance(self.head, Tensor) else self.head.select(slice(candidates))
         return torch.cat((apply_head(normed, first).float(), own), dim=1)
@@ -228,14 +245,7 @@ class Transformer:
         return self.head[token_ids] if isinstance(self.head, Tensor) else self.head.select(token_ids).dequantise()
 
 
-class HasMatrices(Protocol):
-    """A model, or a draft head."""
-
-    layers: tuple[Layer, ...]
-    head: Weight
-
-
-def matrices_of(model: HasMatrices) -> list[Weight]:
+def matrices_of(model: Decoder) -> list[Weight]:
     return [*(m for each in model.layers for m in (each.qkv, each.out, each.gate_up, each.down)), model.head]
 
 

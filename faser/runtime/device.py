@@ -119,9 +119,6 @@ class Device(Protocol):
     def memory(self) -> int:
         """Bytes of the whole device."""
 
-    def require_model(self, role: str, config: ModelConfig) -> None:
-        """Raise ConfigError if the device cannot compute a model of this shape (`role`: target or draft)."""
-
     def require_rounded_kv(self) -> None:
         """Raise ConfigError if the device cannot store keys and values as 8-bit floats."""
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from faser.errors import ConfigError
 from faser.models.config import ModelConfig
-from faser.models.heads import DraftHead
-from faser.models.transformer import Transformer
+from faser.models.transformer import Decoder, Transformer
 
 GIB = 2**30
 ROUNDED = torch.float8_e4m3fn
@@ -32,7 +31,7 @@ class KvFormat:
     scales: tuple[tuple[float, float], ...] = ()  # of keys and of values, by layer; empty: 1
 
     @classmethod
-    def of(cls, model: Transformer | DraftHead) -> KvFormat:
+    def of(cls, model: Decoder) -> KvFormat:
         """As the model computes them."""
         return cls(model.dtype)
 

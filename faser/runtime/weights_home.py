@@ -11,13 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from faser.models.heads import DraftHead
-from faser.models.transformer import Transformer
+from faser.models.transformer import Decoder
 
 ALIGNMENT = 256  # bytes
 
 
-def own_weights(draft: Transformer | DraftHead, target: Transformer | DraftHead) -> list[Tensor]:
+def own_weights(draft: Decoder, target: Decoder) -> list[Tensor]:
     """Weights of the draft that the target does not have too. A patch draft shares the target's embedding."""
     shared = {weight.untyped_storage().data_ptr() for weight in target.weights()}
     return [weight for weight in draft.weights() if weight.untyped_storage().data_ptr() not in shared]

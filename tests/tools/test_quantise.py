@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
+from benchmarks.perplexity import logits_of
 from faser.models.quantised import dequantise
 from faser.models.source import open_target
+from faser.runtime.kv_cache import KvFormat
 from tests.checkpoint import write_tokenizer
 from tests.models.reference import save_hf
+from tests.tiny import make_model
 from tools import quantise
 
 SIZES = {
@@ -80,13 +85,51 @@ def test_calibration_sees_the_inputs_of_every_matrix(original):
     model = open_target(str(original)).load(torch.float32, 64, lambda *_: None, "cpu")
     found = quantise.calibrate(model, list(range(3, 60)))
     assert len(found) == 2
-    assert all(each.largest > 0 and (each.energy > 0).all() for layer in found for each in layer.values())
-    assert found[0]["down"].energy.shape == (192,)
+    assert all(each.largest > 0 and (each.energy > 0).all() for layer in found for each in layer.inputs.values())
+    assert found[0].inputs["down"].energy.shape == (192,)
+
+
+@pytest.mark.parametrize(
+    ("kind", "large", "undone"),
+    [("plain", "k", "q"), ("fp8-block", "v", "o"), ("fp8-channel", "k", "q"), ("int4", "v", "o")],
+)
+def test_scales_of_keys_and_values_keep_them_from_saturating(original, tmp_path, kind, large, undone):
+    """Keys or values far beyond 448, in a model that says the same."""
+    folder, out = tmp_path / "large", tmp_path / "out"
+    shutil.copytree(original, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for index in range(SIZES["num_hidden_layers"]):
+        for part, factor in ((large, 2.0**14), (undone, 2.0**-14)):
+            tensors[f"model.layers.{index}.self_attn.{part}_proj.weight"] *= factor
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    text = ["--calibrate", str(folder / "text.txt"), "--tokens", "100", "--kv-scales"]
+    assert quantise.main([str(folder), str(out), "--format", kind, *text]) == 0
+    model, token_ids = open_target(str(out)).load(torch.float32, 64, lambda *_: None, "cpu"), torch.arange(3, 60)
+    wanted, found = logits_of(model, token_ids), logits_of(model, token_ids, KvFormat.rounded(model))
+    model.kv_scales = ()
+    saturated = logits_of(model, token_ids, KvFormat.rounded(model))
+    errors = [float((each - wanted).square().mean()) for each in (found, saturated)]
+    assert errors[0] < 0.1 * errors[1]
+
+
+def test_a_key_is_measured_at_any_position():
+    """A turn gives all of a pair to one of its numbers."""
+    model = make_model("qwen2")
+    for layer in model.layers:
+        layer.qkv.zero_()
+        layer.qkv_bias.zero_()
+        layer.qkv_bias[[32, 36]] = torch.tensor([3.0, 4.0])  # a pair of the first key head
+        layer.qkv_bias[-1] = -7.0
+    assert {(seen.key, seen.value) for seen in quantise.calibrate(model, [3, 4, 5])} == {(5.0, 7.0)}
 
 
 def test_what_cannot_be_written_is_refused(original, tmp_path, capsys):
     assert quantise.main([str(original), str(tmp_path / "a"), "--format", "fp8-static"]) == 2
     assert "--calibrate TEXT" in capsys.readouterr().err
+    assert quantise.main([str(original), str(tmp_path / "a"), "--format", "int4", "--kv-scales"]) == 2
+    assert "--kv-scales needs the keys and values of a text" in capsys.readouterr().err
+    assert quantise.main([str(original), str(tmp_path / "a"), "--format", "plain"]) == 2
+    assert "--format plain rounds no weights: give --kv-scales" in capsys.readouterr().err
     write(original, tmp_path / "b", "int4")
     assert quantise.main([str(original), str(tmp_path / "b"), "--format", "int4"]) == 2
     assert "expected a new or an empty folder" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 
 from faser.errors import ConfigError, MissingPackage
 from faser.models import weights
-from faser.models.source import open_target
+from faser.models.source import open_target, recommended_sampling
 from faser.models.transformer import Transformer
 from faser.models.vision import packed
 from faser.text.tokenizer import Tokenizer
@@ -351,6 +351,17 @@ def test_a_full_folder_has_public_names_and_both_models(tmp_path):
     assert set(weights.destinations_of(model)) < set(tensors)
     with pytest.raises(ConfigError, match="empty folder"):
         export.write_full(tmp_path / "eyes", model, toy_tokenizer(), full)
+
+
+def test_both_folders_recommend_greedy_answers(tmp_path):
+    model, eyes, full = Transformer.random(CONFIGS["llama2"], 0), tmp_path / "eyes", tmp_path / "full"
+    export.write_eyes(shaken_eyes(), model, eyes)
+    export.write_full(eyes, model, toy_tokenizer(), full)
+    for folder in (eyes, full):
+        recommended = recommended_sampling(str(folder), "auto")
+        assert recommended.values == {"temperature": 0.0}
+        assert not recommended.ignored
+    assert open_target(str(full)).config.eos_token_ids == model.config.eos_token_ids
 
 
 def test_faser_loads_a_full_folder_and_sees_what_the_trained_eyes_see(tmp_path):

@@ -121,9 +121,10 @@ def full_tensors(eyes: Eyes, model: Transformer) -> dict[str, Tensor]:
 
 
 def _write_settings(folder: Path) -> None:
-    """How pixels and conversations become prompts."""
+    """How pixels and conversations become prompts. Answers are greedy, as in training and evaluation."""
     _write_json(folder / "preprocessor_config.json", preprocessing())
     _write_json(folder / "tokenizer_config.json", {"chat_template": CHAT_TEMPLATE, "eos_token": "<|im_end|>"})
+    _write_json(folder / "generation_config.json", {"temperature": 0.0})
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:

@@ -95,7 +95,7 @@ class BlockHead(DraftHead):
         """
         if self.confidence_weight is None or self.confidence_bias is None:
             return None
-        inputs = self._normed(hidden)
+        inputs = self.normed(hidden)
         if self.head_config.confidence_with_markov and self.markov_in is not None:
             inputs = torch.cat((inputs, F.embedding(token_ids, self.markov_in)), dim=-1)
         scores = F.linear(inputs.float(), self.confidence_weight.float(), self.confidence_bias.float())

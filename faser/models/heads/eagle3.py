@@ -52,4 +52,4 @@ class Eagle3Head(DraftHead):
 
     def next_states(self, hidden: Tensor) -> Tensor:
         """The states of the rows behind these, from the output of `extend`."""
-        return self._normed(hidden) if self.head_config.norm_output else hidden
+        return self.normed(hidden) if self.head_config.norm_output else hidden

@@ -7,23 +7,22 @@ calls, the caller's `attend` does all that mixes rows, and the caller holds torc
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from faser.errors import ModelError
 from faser.models.allocation import Allocator, fill_random
 from faser.models.heads.config import HeadConfig
-from faser.models.layers import look_up, rms_norm, rope_tables
+from faser.models.layers import rope_tables
 from faser.models.quantised.matrix import Weight, plain, tensors_of
-from faser.models.transformer import Transformer, apply_head, empty_layer
+from faser.models.transformer import Decoder, Transformer, empty_layer
 
 
-class DraftHead(ABC):
+class DraftHead(Decoder):
     """A head in memory. `hidden` is always the residual stream behind the last layer, before the final norm."""
 
     inputs_per_layer = 1  # widths of hidden_size that the attention of a layer reads
@@ -91,23 +90,6 @@ class DraftHead(ABC):
         head._randomise(seed, std)
         return head
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.final_norm.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.final_norm.device
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.layers)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all weights, shared ones too, without the position tables."""
-        return sum(weight.numel() * weight.element_size() for weight in self.weights())
-
     def weights(self) -> Iterator[Tensor]:
         """Every weight once, those shared with the target too."""
         yield from self.own_weights()
@@ -127,21 +109,6 @@ class DraftHead(ABC):
         yield self.final_norm
         if self.owns_head:
             yield plain(self.head)
-
-    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Transformer.rotation`."""
-        return look_up(self.cos, self.sin, positions, self.config.rope)
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """token_ids [rows] -> [rows, hidden]."""
-        return F.embedding(token_ids, self.embedding)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden] -> [rows, output rows] in float32."""
-        return apply_head(self._normed(hidden), self.head).float()
-
-    def _normed(self, hidden: Tensor) -> Tensor:
-        return rms_norm(hidden, self.final_norm, self.config.norm_eps)
 
     def _randomise(self, seed: int, std: float) -> None:
         norms = [tensor for name, tensor in self._further().items() if name.endswith("norm")]

@@ -45,9 +45,9 @@ class QuantisedMatrix(ABC):
     def dequantise(self) -> Tensor:
         """The weights [N, K] in float32."""
 
-    @abstractmethod
     def product(self, x: Tensor) -> Tensor:
         """x [R, K] @ weights^T, [R, N] in the dtype of x: the plain twin of what a device computes."""
+        return F.linear(x.float(), self.dequantise()).to(x.dtype)
 
     @abstractmethod
     def select(self, rows: slice | Tensor) -> QuantisedMatrix:
@@ -181,9 +181,6 @@ class GroupMatrix(QuantisedMatrix):
         scale, offset = (each[..., None] for each in self.affine())
         codes = self.unpacked().view(*scale.shape[:2], self.group).float()
         return torch.addcmul(offset, codes, scale).flatten(1)
-
-    def product(self, x: Tensor) -> Tensor:
-        return F.linear(x.float(), self.dequantise()).to(x.dtype)
 
     def select(self, rows: slice | Tensor) -> GroupMatrix:
         selected: dict[str, Any] = {name: tensor[rows] for name, tensor in self.tensors().items()}

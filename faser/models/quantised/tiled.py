@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from faser.models.quantised.matrix import GroupMatrix, QuantisedMatrix
@@ -75,9 +74,6 @@ class TiledMatrix(QuantisedMatrix):
         zeros = self.zero if self.zeros is None else self.zeros.float().t()[..., None]
         weights = (self.unpacked().view(*scales.shape[:2], self.group).float() - zeros) * scales
         return (weights if self.minimums is None else weights + self.minimums.float().t()[..., None]).flatten(1)
-
-    def product(self, x: Tensor) -> Tensor:
-        return F.linear(x.float(), self.dequantise()).to(x.dtype)
 
     def select(self, rows: slice | Tensor) -> TiledMatrix:
         by_group: dict[str, Any] = {

@@ -59,9 +59,6 @@ class CpuDevice:
     def memory(self) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
-    def require_model(self, role: str, config: ModelConfig) -> None:
-        """Every model can be computed."""
-
     def require_rounded_kv(self) -> None:
         """Every CPU can store them."""
 

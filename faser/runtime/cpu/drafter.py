@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from faser.arrays import FloatArray, IntArray
-from faser.models.heads import BlockHead, DraftHead, Eagle3Head
-from faser.models.transformer import Transformer
+from faser.models.heads import BlockHead, Eagle3Head
+from faser.models.transformer import Decoder
 from faser.rules.stopping import WatchedPlan
 from faser.runtime.cpu.runner import HeadRunner, ModelRunner, Rows, Runner
 from faser.runtime.drafter import Drafts
@@ -20,9 +20,7 @@ from faser.step import StepPlan
 class SamplingDrafter:
     """Samples with the target's noise, so that it agrees as often as it can."""
 
-    def __init__(
-        self, model: Transformer | DraftHead, sampler: Sampler, history: torch.Tensor, target_vocab_size: int
-    ) -> None:
+    def __init__(self, model: Decoder, sampler: Sampler, history: torch.Tensor, target_vocab_size: int) -> None:
         self._vocabulary = model.vocabulary
         self._num_embedded = model.config.vocab_size
         self._sampler = sampler
@@ -82,7 +80,7 @@ class ChainDrafter(SamplingDrafter, ABC):
     first_row = 0  # the first context token that has a row
 
     def __init__(
-        self, runner: Runner, model: Transformer | DraftHead, sampler: Sampler, history: torch.Tensor, vocab_size: int
+        self, runner: Runner, model: Decoder, sampler: Sampler, history: torch.Tensor, vocab_size: int
     ) -> None:
         super().__init__(model, sampler, history, vocab_size)
         self._runner = runner

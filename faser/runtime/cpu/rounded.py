@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from faser.arrays import IntArray
-from faser.models.heads import DraftHead
-from faser.models.transformer import Transformer
+from faser.models.transformer import Decoder, Transformer
 from faser.runtime.cpu.runner import CpuAttention, Group, ModelRunner, Rows
 from faser.runtime.kv_cache import KvFormat, round_kv
 
@@ -32,9 +31,7 @@ class WideAttention(CpuAttention):
 
     dtype = torch.float64
 
-    def __init__(
-        self, model: Transformer | DraftHead, pages: torch.Tensor, table: IntArray, rows: Rows, **seen: Any
-    ) -> None:
+    def __init__(self, model: Decoder, pages: torch.Tensor, table: IntArray, rows: Rows, **seen: Any) -> None:
         super().__init__(model, pages, table, rows, **seen)
         self._num_rows = rows.num_rows
 

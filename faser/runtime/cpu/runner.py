@@ -25,7 +25,7 @@ from faser.arrays import NONE, BoolArray, IntArray
 from faser.limits import KeyWindow
 from faser.models.heads import DraftHead
 from faser.models.layers import rotate
-from faser.models.transformer import Attend, Transformer
+from faser.models.transformer import Attend, Decoder, Transformer
 from faser.runtime.cpu.positions import RotaryPositions
 from faser.step import Admission, KeyStarts, KvCopies, PageMoves, PageWrites
 
@@ -106,7 +106,7 @@ class FeaturePages:
 class Runner:
     """The pages and the page table of one model, and the seconds of its forwards until `take_seconds`."""
 
-    def __init__(self, model: Transformer | DraftHead, pages: torch.Tensor, max_slots: int, max_tokens: int) -> None:
+    def __init__(self, model: Decoder, pages: torch.Tensor, max_slots: int, max_tokens: int) -> None:
         self._model = model
         self._seconds = 0.0
         self._pages = pages  # of `pages_over`
@@ -269,7 +269,7 @@ class SinkTurn:
     sin: torch.Tensor
 
     @classmethod
-    def of(cls, model: Transformer | DraftHead, window: KeyWindow, positions: IntArray) -> SinkTurn | None:
+    def of(cls, model: Decoder, window: KeyWindow, positions: IntArray) -> SinkTurn | None:
         """positions [G, L]. None where no query has to turn."""
         back = np.maximum(positions - (window.span - 1), 0)
         if not window.sinks or not back.any():
@@ -292,7 +292,7 @@ class CpuAttention:
 
     def __init__(
         self,
-        model: Transformer | DraftHead,
+        model: Decoder,
         pages: torch.Tensor,
         table: IntArray,
         rows: Rows,
@@ -434,7 +434,7 @@ def _partition(rows: Rows, num_pages: IntArray, most_pages: int) -> list[IntArra
 
 
 def _make_group(
-    model: Transformer | DraftHead,
+    model: Decoder,
     rows: Rows,
     table: IntArray,
     span: _Span,

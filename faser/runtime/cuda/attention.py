@@ -57,6 +57,11 @@ class AttentionConfig:
     num_stages: int
 
 
+def padded_dim(head_dim: int) -> int:
+    """The columns of a block that holds a head: a power of two, and the narrowest operand of a tensor core at least."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
 def choose(
     num_requests: int,
     rows_per_request: int,
@@ -76,12 +81,12 @@ def choose(
     Splits that find nothing to do are not free: 16 decodes over 1024 keys take 24 µs if max_context is 2048 and 29 µs
     if it is 8192, so a graph for short contexts should say so.
     """
-    group = num_heads // num_kv_heads
-    block_m, rows_per_tile = _tile_size(group, rows_per_request, head_dim, dtype)
+    group, block_d = num_heads // num_kv_heads, padded_dim(head_dim)
+    block_m, rows_per_tile = _tile_size(group, rows_per_request, block_d, dtype)
     num_programs = num_requests * -(-rows_per_request // rows_per_tile) * num_kv_heads
     # With step_rows the number of requests is not known. To plan for few costs less than to plan for many.
     is_crowded = num_programs >= 2 * num_sms and step_rows is None
-    block_n, num_warps, num_stages = _block(block_m, head_dim, dtype, is_crowded)
+    block_n, num_warps, num_stages = _block(block_m, block_d, dtype, is_crowded)
     min_split = max(128 if block_m < 64 else 256, block_n)
     num_splits = -(-max_context // MAX_SPLIT)
     if step_rows is not None:
@@ -93,22 +98,22 @@ def choose(
     return AttentionConfig(rows_per_tile, block_m, block_n, num_splits, num_sms, min_split, num_warps, num_stages)
 
 
-def _tile_size(group: int, rows: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
+def _tile_size(group: int, rows: int, block_d: int, dtype: torch.dtype) -> tuple[int, int]:
     """block_m and rows_per_tile. float32 has no matrix instruction that is exact, and large tiles would spill."""
-    largest = 32 if dtype is torch.float32 else 64 if head_dim > 128 else 128
+    largest = 32 if dtype is torch.float32 else 64 if block_d > 128 else 128
     block_m = max(16, min(largest, triton.next_power_of_2(group * rows)), triton.next_power_of_2(group))
     return block_m, min(block_m // group, rows)
 
 
-def _block(block_m: int, head_dim: int, dtype: torch.dtype, crowded: bool) -> tuple[int, int, int]:
+def _block(block_m: int, block_d: int, dtype: torch.dtype, crowded: bool) -> tuple[int, int, int]:
     """block_n, num_warps, num_stages. Crowded: several programs an SM, whose loads hide each other's latency."""
     if block_m >= 64:
-        return (64 if head_dim <= 128 else 32), (4 if block_m == 64 else 8), 3
+        return (64 if block_d <= 128 else 32), (4 if block_m == 64 else 8), 3
     keys, num_warps, num_stages = 64, 4, 3
     if crowded:
         keys, num_warps, num_stages = (64, 4, 2) if block_m == 16 else (32, 2, 3)
     # `keys` is for a head dimension of 128 and two bytes an element; others get the same number of bytes.
-    block_n = keys * 256 // (head_dim * dtype.itemsize)
+    block_n = keys * 256 // (block_d * dtype.itemsize)
     return min(128, max(16, block_n)), num_warps, num_stages
 
 
@@ -219,11 +224,12 @@ def rotate_and_write(
     num_heads = all_heads - kv_entry
     assert all(each.is_contiguous() for each in (qkv, pages, cos, sin))
     assert table.stride(1) == 1
-    block_heads = min(triton.next_power_of_2(all_heads), max(1, 1024 // head_dim))
+    block_half = triton.next_power_of_2(head_dim // 2)
+    block_heads = min(triton.next_power_of_2(all_heads), max(1, 512 // block_half))
     rotate_kernel[(-(-all_heads // block_heads), rows)](
         qkv, positions, slots, num_rows, table, cos, sin, pages, qk_norm, table.stride(0), eps, *kv_scales,
         num_heads=num_heads, num_kv_heads=kv_entry // 2, head_dim=head_dim, page_size=page_size,
-        block_heads=block_heads, normalise=qk_norm is not None, by_row=by_row, overlap=overlap,
+        block_heads=block_heads, block_half=block_half, normalise=qk_norm is not None, by_row=by_row, overlap=overlap,
         rounded=pages.dtype is ROUNDED, num_warps=2, launch_pdl=overlap,
     )  # fmt: skip
 
@@ -288,8 +294,8 @@ def attend(
         config.min_split // config.block_n, max(MAX_SPLIT, config.min_split) // config.block_n,
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size,
         rounded=pages.dtype is ROUNDED,
-        block_m=config.block_m, block_n=config.block_n, is_split=config.num_splits > 1, overlap=overlap,
-        first_key=first_key, sees_all=sees_all,
+        block_m=config.block_m, block_n=config.block_n, block_d=padded_dim(head_dim), is_split=config.num_splits > 1,
+        overlap=overlap, first_key=first_key, sees_all=sees_all,
         starts=starts, cos=cos, sin=sin, unturned=unturned,
         window=0 if window is None else window.size, sinks=0 if window is None else window.sinks,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=overlap,

@@ -16,10 +16,10 @@ FAR = tl.constexpr(-1e30)  # the score of a key a row may not see; finite, so th
 def rotate_kernel(
     qkv, positions, slots, num_rows, table, cos, sin, pages, qk_norm, table_stride, eps, key_scale, value_scale,
     num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, page_size: tl.constexpr,
-    block_heads: tl.constexpr, normalise: tl.constexpr, by_row: tl.constexpr, overlap: tl.constexpr,
-    rounded: tl.constexpr,
+    block_heads: tl.constexpr, block_half: tl.constexpr, normalise: tl.constexpr, by_row: tl.constexpr,
+    overlap: tl.constexpr, rounded: tl.constexpr,
 ):  # fmt: skip
-    """One program for block_heads heads of a row. Halves of heads are [block_heads, head_dim // 2].
+    """One program for block_heads heads of a row. Halves of heads are [block_heads, block_half].
 
     If `rounded`, keys and values are stored as 8-bit floats, divided by their scales.
     """
@@ -32,9 +32,9 @@ def rotate_kernel(
         return
     half: tl.constexpr = head_dim // 2
     head = tl.program_id(0) * block_heads + tl.arange(0, block_heads)
-    present = (head < num_heads + 2 * num_kv_heads)[:, None]
-    turns = (head < num_heads + num_kv_heads)[:, None]  # values do not
-    column = tl.arange(0, half)
+    column = tl.arange(0, block_half)
+    present = _in_head((head < num_heads + 2 * num_kv_heads)[:, None], column, half, block_half)
+    turns = _in_head((head < num_heads + num_kv_heads)[:, None], column, half, block_half)  # values do not
     inside = head[:, None] * head_dim + column[None, :]
     source = qkv + row.to(tl.int64) * ((num_heads + 2 * num_kv_heads) * head_dim) + inside
     page = tl.load(table + slot.to(tl.int64) * table_stride + position // page_size)
@@ -59,7 +59,7 @@ def rotate_kernel(
     s = tl.load(sin + angle + head[:, None] * 0, mask=turns, other=0.0)
     turned_first = first * c - second * s
     turned_second = second * c + first * s
-    is_query = (head < num_heads)[:, None]
+    is_query = _in_head((head < num_heads)[:, None], column, half, block_half)
     tl.store(source, turned_first.to(qkv.dtype.element_ty), mask=is_query)
     tl.store(source + half, turned_second.to(qkv.dtype.element_ty), mask=is_query)
     entry = page.to(tl.int64) * page_size + position % page_size
@@ -71,6 +71,12 @@ def rotate_kernel(
         turned_second = _round_entry(turned_second, scale, qkv.dtype.element_ty)
     tl.store(kept, turned_first.to(pages.dtype.element_ty), mask=is_kept)
     tl.store(kept + half, turned_second.to(pages.dtype.element_ty), mask=is_kept)
+
+
+@triton.jit
+def _in_head(rows, column, size: tl.constexpr, block: tl.constexpr):
+    """A mask [N, block]: `rows` [N, 1] and the first `size` columns. Without a test if a block has no more columns."""
+    return rows if size == block else rows & (column < size)[None, :]
 
 
 @triton.jit
@@ -88,11 +94,11 @@ def attend_kernel(
     table_stride, scale, value_scale, rows_per_tile, num_splits, num_sms, min_share, max_share,
     rounded: tl.constexpr,
     num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, page_size: tl.constexpr,
-    block_m: tl.constexpr, block_n: tl.constexpr, is_split: tl.constexpr, overlap: tl.constexpr,
+    block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, is_split: tl.constexpr, overlap: tl.constexpr,
     first_key: tl.constexpr, sees_all: tl.constexpr,
     starts, cos, sin, unturned, window: tl.constexpr, sinks: tl.constexpr,
 ):  # fmt: skip
-    """One program for a split of a tile at one key head. Queries are [block_m, head_dim], keys [block_n, head_dim].
+    """One program for a split of a tile at one key head. Queries are [block_m, block_d], keys [block_n, block_d].
 
     A share is a split's blocks of keys. Unless is_split there is one split, and no code for more. With a window splits
     share what the tile sees of it; the first split also has the sinks.
@@ -139,30 +145,33 @@ def attend_kernel(
     deferred: tl.constexpr = block_m < 64  # in small tiles a sum of weights per key, and over keys only at the end
     entry: tl.constexpr = 2 * num_kv_heads * head_dim
     m = tl.arange(0, block_m)
-    dim = tl.arange(0, head_dim)
+    dim = tl.arange(0, block_d)
     row = m // group
     valid = row < rows_here
+    real = _in_head(valid[:, None], dim, head_dim, block_d)
     # [block_m] each row's and head's place among all rows and heads
     flat_row = (tl.load(first_row + request) + offset + row).to(tl.int64)
     head = kv_head * group + m % group
     q_at = flat_row * ((num_heads + 2 * num_kv_heads) * head_dim) + head * head_dim
     if overlap:
         gdc_wait()
-    q = tl.load(qkv + q_at[:, None] + dim[None, :], mask=valid[:, None], other=0.0)
+    q = tl.load(qkv + q_at[:, None] + dim[None, :], mask=real, other=0.0)
     keys = pages + kv_head * head_dim
     peak = tl.full([block_m], FAR, tl.float32)
     total = tl.zeros([block_m, block_n], tl.float32) if deferred else tl.zeros([block_m], tl.float32)
-    acc = tl.zeros([block_m, head_dim], tl.float32)
+    acc = tl.zeros([block_m, block_d], tl.float32)
     clear = low  # keys from here to `clear` are seen by every row
     row_position = position + row
     if sees_all:
         row_position = tl.zeros_like(row) + end - 1
     if sinks > 0 and split == 0:
-        near = _turn_back(q, qkv, q_at, row_position, valid, cos, sin, unturned, window + sinks - 1, head_dim)
+        near = _turn_back(
+            q, qkv, q_at, row_position, valid, real, cos, sin, unturned, window + sinks - 1, head_dim, block_d
+        )
         last = tl.minimum(sinks, end)
         acc, total, peak = _scan(
             acc, total, peak, near, columns, keys, 0, last, last, row_position, scale, 0, entry,
-            num_kv_heads, head_dim, page_size, block_n, True, deferred, 0, -1,
+            num_kv_heads, head_dim, page_size, block_n, block_d, True, deferred, 0, -1,
         )  # fmt: skip
     if block_m >= 64 and first_key == 0:  # where arithmetic counts, keys that every row sees take a loop without masks
         if window > 0:  # before these, keys that some rows see no more
@@ -170,17 +179,17 @@ def attend_kernel(
             unclear = tl.maximum(low, tl.minimum(high, begin + tl.cdiv(unclear - begin, block_n) * block_n))
             acc, total, peak = _scan(
                 acc, total, peak, q, columns, keys, low, unclear, end, row_position, scale, visible, entry,
-                num_kv_heads, head_dim, page_size, block_n, True, deferred, first_key, window,
+                num_kv_heads, head_dim, page_size, block_n, block_d, True, deferred, first_key, window,
             )  # fmt: skip
             low = unclear
         clear = tl.maximum(low, tl.minimum(high, (position + 1) // block_n * block_n))
         acc, total, peak = _scan(
             acc, total, peak, q, columns, keys, low, clear, end, row_position, scale, visible, entry,
-            num_kv_heads, head_dim, page_size, block_n, False, deferred, first_key, window,
+            num_kv_heads, head_dim, page_size, block_n, block_d, False, deferred, first_key, window,
         )  # fmt: skip
     acc, total, peak = _scan(
         acc, total, peak, q, columns, keys, clear, high, end, row_position, scale, visible, entry,
-        num_kv_heads, head_dim, page_size, block_n, True, deferred, first_key, window,
+        num_kv_heads, head_dim, page_size, block_n, block_d, True, deferred, first_key, window,
     )  # fmt: skip
     if deferred:
         total = tl.sum(total, 1)
@@ -190,36 +199,36 @@ def attend_kernel(
     result = out + (flat_row * num_heads + head)[:, None] * head_dim + dim[None, :]
     if is_split:
         if num_active == 1:
-            tl.store(result, acc.to(out.dtype.element_ty), mask=valid[:, None])
+            tl.store(result, acc.to(out.dtype.element_ty), mask=real)
         else:
             place = (flat_row * num_heads + head) * num_splits
-            tl.store(partial + (place + split)[:, None] * head_dim + dim[None, :], acc, mask=valid[:, None])
+            tl.store(partial + (place + split)[:, None] * head_dim + dim[None, :], acc, mask=real)
             tl.store(log_sums + place + split, peak + tl.log2(total), mask=valid)
             # Every thread's stores, then the count: whoever counts last sees them all.
             tl.debug_barrier()
             count = arrived + tile * num_kv_heads + kv_head
             if tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == num_active - 1:
                 tl.store(count, 0)
-                acc = _combine(partial, log_sums, place, valid, num_active, block_m, head_dim)
-                tl.store(result, acc.to(out.dtype.element_ty), mask=valid[:, None])
+                acc = _combine(partial, log_sums, place, valid, num_active, block_m, head_dim, block_d)
+                tl.store(result, acc.to(out.dtype.element_ty), mask=real)
     else:
-        tl.store(result, acc.to(out.dtype.element_ty), mask=valid[:, None])
+        tl.store(result, acc.to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit
 def _turn_back(
-    q, qkv, q_at, row_position, valid, cos, sin, unturned, furthest, head_dim: tl.constexpr
+    q, qkv, q_at, row_position, valid, real, cos, sin, unturned, furthest, head_dim: tl.constexpr, block_d: tl.constexpr
 ):  # fmt: skip
     """The queries as sinks see them: rotated as if no row stood further than `furthest`.
 
     `unturned` undoes the factor that both tables have: the queries have been multiplied by it.
     """
     half: tl.constexpr = head_dim // 2
-    dim = tl.arange(0, head_dim)
+    dim = tl.arange(0, block_d)
     back = tl.where(valid, tl.maximum(row_position - furthest, 0), 0)
     angle = back.to(tl.int64)[:, None] * half + (dim % half)[None, :]
     c, s = tl.load(cos + angle) * unturned, tl.load(sin + angle) * unturned
-    other = tl.load(qkv + q_at[:, None] + ((dim + half) % head_dim)[None, :], mask=valid[:, None], other=0.0)
+    other = tl.load(qkv + q_at[:, None] + ((dim + half) % head_dim)[None, :], mask=real, other=0.0)
     s = tl.where(dim[None, :] < half, s, -s)
     return (q.to(tl.float32) * c + other.to(tl.float32) * s).to(q.dtype)
 
@@ -228,14 +237,14 @@ def _turn_back(
 def _scan(
     acc, total, peak, q, columns, keys, low, high, end, row_position, scale, visible,
     entry: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, page_size: tl.constexpr,
-    block_n: tl.constexpr, masked: tl.constexpr, deferred: tl.constexpr, first_key: tl.constexpr,
-    window: tl.constexpr,
+    block_n: tl.constexpr, block_d: tl.constexpr, masked: tl.constexpr, deferred: tl.constexpr,
+    first_key: tl.constexpr, window: tl.constexpr,
 ):  # fmt: skip
     """Flash attention's loop over keys low to high - 1. Pages are looked up one block ahead of their use.
 
     With a window, a row sees `window` keys up to its own, from `visible` on; if `window` is negative, all before `end`.
     """
-    dim = tl.arange(0, head_dim)
+    dim = tl.arange(0, block_d)
     n = low + tl.arange(0, block_n)
     page = tl.load(columns + n // page_size, mask=n < end, other=0)
     for at in range(low, high, block_n):
@@ -249,7 +258,7 @@ def _scan(
             exists = (n >= first_key) & (n < end)
             if window > 0:
                 exists = exists & (n >= visible)
-            written = exists[:, None]
+            written = _in_head(exists[:, None], dim, head_dim, block_d)
             k = tl.load(key_at, mask=written, other=0.0).to(q.dtype)
             v = tl.load(value_at, mask=written, other=0.0).to(q.dtype)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -264,8 +273,10 @@ def _scan(
             new_peak = tl.maximum(peak, tl.max(scores, 1))
             weights = tl.exp2(scores - new_peak[:, None])
         else:
-            k = tl.load(key_at).to(q.dtype)
-            v = tl.load(value_at).to(q.dtype)
+            inside = None if head_dim == block_d else (dim < head_dim)[None, :]
+            beyond = None if head_dim == block_d else 0.0
+            k = tl.load(key_at, mask=inside, other=beyond).to(q.dtype)
+            v = tl.load(value_at, mask=inside, other=beyond).to(q.dtype)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
             weights = tl.exp2(scores * scale - new_peak[:, None])
@@ -277,12 +288,14 @@ def _scan(
 
 
 @triton.jit
-def _combine(partial, log_sums, place, valid, num_active, block_m: tl.constexpr, head_dim: tl.constexpr):
+def _combine(
+    partial, log_sums, place, valid, num_active, block_m: tl.constexpr, head_dim: tl.constexpr, block_d: tl.constexpr
+):  # fmt: skip
     """The mean of the splits' results, each weighed by its sum of weights. Loads bypass the SM's own cache."""
-    dim = tl.arange(0, head_dim)
+    dim = tl.arange(0, block_d)
     peak = tl.full([block_m], FAR, tl.float32)
     total = tl.zeros([block_m], tl.float32)
-    acc = tl.zeros([block_m, head_dim], tl.float32)
+    acc = tl.zeros([block_m, block_d], tl.float32)
     at_once: tl.constexpr = max(1, 128 // block_m)  # independent loads that the registers hold
     for first in range(0, num_active, at_once):
         for split in tl.static_range(at_once):
@@ -290,7 +303,8 @@ def _combine(partial, log_sums, place, valid, num_active, block_m: tl.constexpr,
             there = valid & (from_split - place < num_active)
             log_sum = tl.load(log_sums + from_split, mask=there, other=FAR, cache_modifier=".cg")
             at = partial + from_split[:, None] * head_dim + dim[None, :]
-            result = tl.load(at, mask=there[:, None], other=0.0, cache_modifier=".cg")
+            real = _in_head(there[:, None], dim, head_dim, block_d)
+            result = tl.load(at, mask=real, other=0.0, cache_modifier=".cg")
             new_peak = tl.maximum(peak, log_sum)
             shrink, weight = tl.exp2(peak - new_peak), tl.exp2(log_sum - new_peak)
             acc = acc * shrink[:, None] + weight[:, None] * result

@@ -12,7 +12,6 @@ import torch
 from faser.engine import prompt_pace
 from faser.errors import ConfigError
 from faser.limits import Limits
-from faser.models.config import ModelConfig
 from faser.models.heads import BlockHead, DraftHead, Eagle3Head
 from faser.models.transformer import Transformer
 from faser.progress import progress_bar
@@ -33,8 +32,6 @@ from faser.runtime.cuda.virtual_memory import MemoryDriver, open_driver
 from faser.runtime.cuda.vision import CudaEyes, RowAngles
 from faser.runtime.device import Parts, Profiling, Speeds
 from faser.runtime.weights_home import WeightsHome, home_bytes, own_weights
-
-MIN_HEAD_DIM = 16  # the narrowest operand of a tensor core
 
 log = logging.getLogger("faser.engine")
 
@@ -60,14 +57,6 @@ class CudaDevice:
     def memory(self) -> int:
         return int(torch.cuda.mem_get_info()[1])
 
-    def require_model(self, role: str, config: ModelConfig) -> None:
-        size = config.head_dim
-        if size < MIN_HEAD_DIM or size & (size - 1):
-            raise ConfigError(
-                f"the {role} has head_dim={size}: a GPU's attention takes powers of two from {MIN_HEAD_DIM} on; "
-                "use another model or --device cpu"
-            )
-
     def require_rounded_kv(self) -> None:
         if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
             raise ConfigError(
@@ -81,8 +70,6 @@ class CudaDevice:
     @explained_shortage(ConfigError)
     def make_executor(self, parts: Parts) -> tuple[CudaExecutor, int]:
         limits, device = parts.limits, parts.target.device
-        for role, model in zip(("target", "draft"), parts.models, strict=False):
-            self.require_model(role, model.config)
         if limits.max_running > ROW_BUCKETS[-1]:
             raise ConfigError(f"max_running={limits.max_running}: a GPU batch has at most {ROW_BUCKETS[-1]} requests")
         ledger = MemoryLedger(sum(each.num_bytes for each in parts.models)) if device.type == "cuda" else None

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from faser.arrays import IntArray
 from faser.limits import KeyWindow, Limits
-from faser.models.heads import DraftHead
-from faser.models.transformer import Transformer, matrices_of
+from faser.models.transformer import Decoder, matrices_of
 from faser.runtime.cuda import attention, linear
 from faser.runtime.cuda.features import CudaFeatures
 from faser.runtime.cuda.graphs import MIXED_BUCKETS, ROW_BUCKETS, Shape, capture, least
@@ -49,7 +48,7 @@ class CudaModel:
 
     def __init__(
         self,
-        model: Transformer | DraftHead,
+        model: Decoder,
         slots: Slots,
         limits: Limits,
         page_size: int,

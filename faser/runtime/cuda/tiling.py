@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from faser.arrays import IntArray
-from faser.models.heads import DraftHead
-from faser.models.transformer import Transformer
+from faser.models.transformer import Decoder
 from faser.runtime.cuda import attention
 from faser.runtime.cuda.attention import AttentionConfig, AttentionWorkspace, Tiles
 from faser.runtime.cuda.graphs import Shape
@@ -38,7 +37,7 @@ class Attending:
 class Tiling:
     """The tiles of one model's forwards."""
 
-    def __init__(self, model: Transformer | DraftHead, max_requests: int, max_rows: int, max_context: int) -> None:
+    def __init__(self, model: Decoder, max_requests: int, max_rows: int, max_context: int) -> None:
         self._model = model
         self._max_requests = max_requests
         self._max_context = max_context

@@ -13,15 +13,15 @@ import torch
 
 from faser.cost.curve import NOTHING, Curve
 from faser.cost.profile import Profile
-from faser.models.heads import BlockHead, DraftHead
+from faser.models.heads import BlockHead
 from faser.models.quantised import tensors_of
-from faser.models.transformer import Transformer, matrices_of
+from faser.models.transformer import Decoder, Transformer, matrices_of
 from faser.runtime.device import Speeds
 
 
 def assumed_profile(
     target: Transformer,
-    draft: Transformer | DraftHead | None,
+    draft: Decoder | None,
     speeds: Speeds,
     max_rows: int,
     about: Mapping[str, Any],
@@ -45,9 +45,7 @@ def assumed_profile(
     )
 
 
-def _curve(
-    model: Transformer | DraftHead, kv_dtype: torch.dtype, speeds: Speeds, max_rows: int, rows_each: int = 1
-) -> Curve:
+def _curve(model: Decoder, kv_dtype: torch.dtype, speeds: Speeds, max_rows: int, rows_each: int = 1) -> Curve:
     """By requests of `rows_each` rows."""
     config, matrices = model.config, matrices_of(model)
     num_bytes = sum(each.numel() * each.element_size() for weight in matrices for each in tensors_of(weight).values())

@@ -22,7 +22,7 @@ from faser.errors import ConfigError
 from faser.limits import Limits
 from faser.machine import atomic_write, faser_version, processor_name
 from faser.models.heads import DraftHead
-from faser.models.transformer import Transformer
+from faser.models.transformer import Decoder, Transformer
 from faser.policy.early_exit import EarlyExit
 from faser.runtime.kv_cache import KvFormat
 from faser.threads import available_cpus
@@ -34,7 +34,7 @@ WRITER = "profile writer"  # the name of threads that keep profiles
 
 def describe(
     target: Transformer,
-    draft: Transformer | DraftHead | str | None,
+    draft: Decoder | str | None,
     limits: Limits,
     page_size: int,
     target_kv: KvFormat,
@@ -57,7 +57,7 @@ def describe(
     }
 
 
-def _shape(model: Transformer | DraftHead) -> str:
+def _shape(model: Decoder) -> str:
     config = model.config
     extras = [name for name in ("qkv_bias", "out_bias", "qk_norm") if getattr(config, name)]
     parts = [

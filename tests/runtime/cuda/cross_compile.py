@@ -71,15 +71,16 @@ def attend_with(
     windowed: Windowed | None = None,
     block_m: int = 16,
     dtype: torch.dtype = torch.bfloat16,
+    head_dim: int = 16,
 ) -> None:
-    """Rows of two heads of 16 over pages of 4."""
+    """Rows of two heads over pages of 4."""
     config = AttentionConfig(rows_per_tile, block_m, 16, num_splits, num_splits, 16, 4, 2)
-    qkv, pages = torch.zeros(8, 4, 16, dtype=torch.bfloat16), torch.zeros(3, 4, 2, 16, dtype=dtype)
+    qkv, pages = torch.zeros(8, 4, head_dim, dtype=torch.bfloat16), torch.zeros(3, 4, 2, head_dim, dtype=dtype)
     counts = torch.zeros(9, dtype=torch.int32)
     tiles = Tiles(*(counts[:num_tiles] for _ in range(6)), counts[num_tiles : num_tiles + 1])
-    workspace = Memory("cpu").workspace(config, 8, num_tiles, 2, 1, 16)
+    workspace = Memory("cpu").workspace(config, 8, num_tiles, 2, 1, head_dim)
     table = torch.zeros(4, 16, dtype=torch.int32)
-    attend(qkv, pages, table, tiles, rows(32), workspace, config, windowed=windowed)
+    attend(qkv, pages, table, tiles, rows(2 * head_dim), workspace, config, windowed=windowed)
 
 
 def windows() -> list[Callable[[], None]]:
@@ -93,6 +94,23 @@ def windows() -> list[Callable[[], None]]:
         for each in (draft, target)
         for rows, splits, tiles, block in shapes
     ]
+
+
+def uneven_heads() -> list[Callable[[], None]]:
+    """Heads of 80 numbers, in pages of bfloat16 and of 8-bit floats: few rows, many rows, a window, a write."""
+    rows, turns = DeviceRows.allocate(2, 8, 8, "cpu"), torch.zeros(64, 40)
+    window = Windowed(KeyWindow(24, 4), None, turns, turns, 1.0)
+    qkv = torch.zeros(8, 4, 80, dtype=torch.bfloat16)
+    places = rows.positions, rows.slots, rows.num_rows, torch.zeros(4, 16, dtype=torch.int32), turns, turns
+    runs: list[Callable[[], None]] = []
+    for dtype in (torch.bfloat16, ROUNDED):
+        runs += [
+            partial(attend_with, 1, 2, 1, dtype=dtype, head_dim=80),
+            partial(attend_with, 32, 2, 1, block_m=64, dtype=dtype, head_dim=80),
+            partial(attend_with, 32, 2, 1, window, 64, dtype, 80),
+            partial(rotate_and_write, qkv, *places, torch.zeros(3, 4, 2, 80).to(dtype), overlap=True),
+        ]
+    return runs
 
 
 def seeing() -> list[Callable[[], None]]:
@@ -180,7 +198,9 @@ def main() -> None:
     compile_all(windows())
     found["windows"] = cubins()
     compile_all(quantised_products())
-    print(json.dumps({**found, "quantised": cubins(), "untouched": bool((out == 7).all())}))
+    found["quantised"] = cubins()
+    compile_all(uneven_heads())
+    print(json.dumps({**found, "uneven heads": cubins(), "untouched": bool((out == 7).all())}))
 
 
 if __name__ == "__main__":

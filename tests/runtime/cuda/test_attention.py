@@ -18,6 +18,7 @@ PAGE_SIZE, NUM_SLOTS, COLUMNS = 4, 6, 24
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DECODES = [(3, 1), (0, 1), (37, 1), (15, 1)]
 MIXED = [(17, 1), (30, 5), (0, 23), (9, 2), (40, 9)]  # (start, rows): decode, verification and prefill
+UNEVEN = 12, 80, 96  # head dimensions that are no power of two
 PADDED = 7  # rows, requests and tiles past the real ones
 
 
@@ -179,10 +180,17 @@ def test_a_context_shorter_than_a_split_is_not_split(place):
     assert_attends(step, config_of(Shape(), 4, 4, min_split=32))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, *UNEVEN])
 def test_heads_of_common_sizes(place, head_dim):
     shape = Shape(4, 2, head_dim)
     assert_attends(make_step(shape, [(9, 3), (20, 1)], place), config_of(shape, 4, 2))
+
+
+@pytest.mark.parametrize("head_dim", UNEVEN)
+def test_large_tiles_of_uneven_heads(place, head_dim):
+    """Also the loop without masks of keys."""
+    shape = Shape(4, 2, head_dim)
+    assert_attends(make_step(shape, [(0, 40), (33, 5)], place), config_of(shape, 32))
 
 
 def test_requests_may_share_pages(place):
@@ -228,7 +236,9 @@ def test_no_real_tile_means_no_write(place):
 
 
 @pytest.mark.parametrize("normalise", [False, True])
-@pytest.mark.parametrize("shape", [Shape(), Shape(9, 3, 64), Shape(2, 2, 128)])
+@pytest.mark.parametrize(
+    "shape", [Shape(), Shape(9, 3, 64), Shape(2, 2, 128), *(Shape(9, 3, head_dim) for head_dim in UNEVEN)]
+)
 def test_rotation_and_writing_match_the_models_own(place, shape, normalise):
     step = make_step(shape, MIXED, place)
     device, dtype = place
@@ -269,10 +279,12 @@ def dequantised(pages, scales=KV_SCALES):
     return torch.cat([part * scale for part, scale in zip(pages.float().chunk(2, dim=2), scales, strict=True)], dim=2)
 
 
-@pytest.mark.parametrize(("rows_per_tile", "num_splits"), [(4, 3), (16, 1)])
-def test_pages_of_eight_bits_attend_like_the_plain_twin(place, rows_per_tile, num_splits):
+@pytest.mark.parametrize(
+    ("rows_per_tile", "num_splits", "head_dim"), [(4, 3, 16), (16, 1, 16), (4, 3, 80), (16, 1, 96), (16, 1, 12)]
+)
+def test_pages_of_eight_bits_attend_like_the_plain_twin(place, rows_per_tile, num_splits, head_dim):
     """Tiles of 64 rows also run the loop without masks."""
-    step = make_step(Shape(4, 2, 16), [(0, 36), (33, 7), (50, 1)], place)
+    step = make_step(Shape(4, 2, head_dim), [(0, 36), (33, 7), (50, 1)], place)
     write_rows(step)
     config = config_of(step.shape, rows_per_tile * 2, num_splits)
     rounded = replace(step, pages=rounded_pages(step.pages))
@@ -281,12 +293,12 @@ def test_pages_of_eight_bits_attend_like_the_plain_twin(place, rows_per_tile, nu
     torch.testing.assert_close(found, wanted, atol=TOLERANCE[place[1]], rtol=TOLERANCE[place[1]])
 
 
-@pytest.mark.parametrize("normalise", [False, True])
-def test_rotation_writes_what_the_cpu_writes_in_eight_bits(place, normalise):
+@pytest.mark.parametrize(("normalise", "head_dim"), [(False, 64), (True, 64), (False, 80), (True, 96)])
+def test_rotation_writes_what_the_cpu_writes_in_eight_bits(place, normalise, head_dim):
     """Rounded as torch rounds, and never NaN: what is out of range becomes the largest number."""
-    step = make_step(Shape(4, 2, 64), MIXED, place)
+    step = make_step(Shape(4, 2, head_dim), MIXED, place)
     step.qkv[: step.num_rows] *= 10  # many keys exceed 448 of their scales
-    weight = (torch.rand(6, 64) + 0.5).to(step.qkv) if normalise else None
+    weight = (torch.rand(6, head_dim) + 0.5).to(step.qkv) if normalise else None
     plain = replace(step, qkv=step.qkv.clone(), pages=step.pages.clone())
     found = replace(step, qkv=step.qkv.clone(), pages=torch.full_like(step.pages, torch.nan, dtype=torch.float8_e4m3fn))
     for each in (plain, found):
@@ -294,7 +306,7 @@ def test_rotation_writes_what_the_cpu_writes_in_eight_bits(place, normalise):
         slots = padded([step.slots[request] for _, request, _ in step.rows()], PADDED, 10**6, place[0])
         attention.rotate_and_write(
             each.qkv, positions, slots, padded([step.num_rows], 0, 0, place[0]), step.table,
-            *rope_tables(Rope(theta=10000.0), 64, 64, place[0]), each.pages, weight, 1e-5, kv_scales=KV_SCALES,
+            *rope_tables(Rope(theta=10000.0), head_dim, 64, place[0]), each.pages, weight, 1e-5, kv_scales=KV_SCALES,
         )  # fmt: skip
     wanted, saturated = rounded_pages(plain.pages), 0
     for _, request, position in step.rows():
@@ -405,7 +417,7 @@ def test_tiles_cover_every_row_once_and_the_longest_come_first():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(32, 8), (9, 3), (28, 4), (32, 1)])
 def test_the_chosen_tile_holds_its_rows_and_splits_fill_the_device(dtype, head_dim, num_heads, num_kv_heads):
     for num_requests in (1, 7, 64, 256):
@@ -414,6 +426,7 @@ def test_the_chosen_tile_holds_its_rows_and_splits_fill_the_device(dtype, head_d
             assert 1 <= config.rows_per_tile <= rows
             assert config.rows_per_tile * num_heads // num_kv_heads <= config.block_m
             assert config.min_split % config.block_n == 0
+            assert config.block_n.bit_count() == 1
             if num_requests == 1 and rows == 1:
                 assert config.num_splits * num_kv_heads >= 32
 
@@ -445,7 +458,7 @@ def windowed_attend(step, windowed):
     return out.flatten(1)
 
 
-def assert_attends_windowed(step, config, window, starts=None):
+def assert_attends_windowed(step, config, window, starts=None, rounded=False):
     """What no row sees is another request's, or has no page."""
     device = step.qkv.device
     cos, sin = rope_tables(YARN, step.shape.head_dim, COLUMNS * PAGE_SIZE, device)
@@ -459,9 +472,14 @@ def assert_attends_windowed(step, config, window, starts=None):
         for key in range(window.sinks, min(unseen, start)):
             step.pages[step.entry(request, key)] = torch.nan
         step.table[step.slots[request], -(-window.sinks // PAGE_SIZE) : unseen // PAGE_SIZE] = 10**9
-    found, wanted = attend(step, config, windowed=windowed).float().cpu(), windowed_attend(step, windowed)
+    scales = KV_SCALES if rounded else (1.0, 1.0)
+    plain = step
+    if rounded:
+        step = replace(step, pages=rounded_pages(step.pages))
+        plain = replace(step, pages=dequantised(step.pages))
+    found = attend(step, config, windowed=windowed, kv_scales=scales).float().cpu()
     tolerance = TOLERANCE[step.qkv.dtype]
-    torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(found, windowed_attend(plain, windowed), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("window", [KeyWindow(9, 3), KeyWindow(20), KeyWindow(90, 5)])
@@ -476,6 +494,16 @@ def test_large_tiles_mask_only_the_ends_of_windows(place, window):
     requests = [(0, 70), (50, 30), (90, 1)]
     assert_attends_windowed(make_step(Shape(), requests, place), config_of(Shape(), 16), window)
     assert_attends_windowed(make_step(Shape(), requests, place, seed=1), config_of(Shape(), 32, 3), window)
+
+
+@pytest.mark.parametrize("head_dim", UNEVEN)
+@pytest.mark.parametrize("rounded", [False, True])
+def test_uneven_heads_attend_to_sinks_and_windows_alone(place, head_dim, rounded):
+    shape = Shape(4, 2, head_dim)
+    requests = [(50, 3), (0, 40)] if rounded else [(70, 2), (30, 30)]
+    for rows_per_tile, num_splits in ((4, 3), (32, 1)):
+        config = config_of(shape, rows_per_tile, num_splits)
+        assert_attends_windowed(make_step(shape, requests, place), config, KeyWindow(20, 3), rounded=rounded)
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])

@@ -55,6 +55,11 @@ def test_attention_over_windows_compiles(compiled):
     assert Counter(compiled["windows"]) - Counter(compiled["rounded KV"]) == {"attend_kernel": 6}
 
 
+def test_attention_over_heads_of_any_size_compiles(compiled):
+    new = Counter(compiled["uneven heads"]) - Counter(compiled["quantised"])
+    assert new == {"attend_kernel": 6, "rotate_kernel": 2}
+
+
 def test_the_kernel_of_prompt_lookup_compiles(compiled):
     assert compiled["looking up"].count("_write_kernel") == 1
 

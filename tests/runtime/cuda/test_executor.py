@@ -61,7 +61,7 @@ def make_engine(device: str, target: Transformer, draft=None, policy=None, token
 
 @pytest.fixture(params=["llama3", "qwen3"])
 def target(request, device):
-    """The kernels need heads of 16. The interpreter is slow: it gets one layer."""
+    """The interpreter is slow: it gets one layer."""
     if device == "cpu" and request.param == "qwen3":
         pytest.skip("norms of queries and keys are tested with the kernel; the rest is the same")
     config = replace(CONFIGS[request.param], head_dim=16, num_layers=1 if device == "cpu" else 3)

@@ -62,12 +62,12 @@ def requests(count: int = 3, max_tokens: int = 8) -> list[Request]:
     ]
 
 
-def engine_of(small: Transformer, kind: str, device: str, policy, *, ahead: bool = False, **sizes):
+def engine_of(small: Transformer, kind: str, device: str, policy, *, ahead: bool = False, head_dim: int = 16, **sizes):
     target = on(small, device)
     place = CudaDevice()
     place.runs_ahead = ahead
     options = {"max_running": 4, "max_batch_tokens": 64, "max_step_ms": 0, "page_size": 4, "num_pages": 64, **sizes}
-    head = head_on(make_head(small, kind), target)
+    head = head_on(make_head(small, kind, head_dim=head_dim), target)
     return build_engine(target, head, EngineOptions(policy=policy, **options), device=place)
 
 
@@ -111,10 +111,21 @@ def drafted(monkeypatch):
 
 @pytest.mark.parametrize("kind", HEAD_KINDS)
 def test_drafts_are_those_of_the_cpu(small, device, kind, drafted):
-    engine = make_engine(small, make_head(small, kind), Fixed(3), max_running=4)
+    assert_drafts_of_the_cpu(small, device, kind, drafted)
+
+
+def test_heads_of_any_size_draft_as_on_the_cpu(device, drafted):
+    """Public EAGLE-3 heads have a head_dim of 80, and Phi-3 has one of 96."""
+    target = Transformer.random(replace(CONFIGS["llama3"], head_dim=96, num_layers=2), 0, std=0.3)
+    assert_drafts_of_the_cpu(target, device, "eagle3", drafted, head_dim=80)
+
+
+def assert_drafts_of_the_cpu(target, device, kind, drafted, head_dim=16):
+    engine = make_engine(target, make_head(target, kind, head_dim=head_dim), Fixed(3), max_running=4)
     expected = Drafts(engine)
-    serve(engine, requests())
-    serve(engine_of(small, kind, device, Fixed(3), ahead=True), requests())
+    plain = serve(engine, requests())
+    outcome = serve(engine_of(target, kind, device, Fixed(3), ahead=True, head_dim=head_dim), requests())
+    assert outcome.tokens == plain.tokens
     common = expected.seen.keys() & drafted.keys()
     assert len(common) > 8
     for context in common:

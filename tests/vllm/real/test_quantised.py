@@ -32,7 +32,7 @@ from tools import quantise
 from tools.inflate import write_folder
 
 ROOT = Path(__file__).parents[3]
-WRITTEN = quantise.FORMATS
+WRITTEN = tuple(kind for kind in quantise.FORMATS if kind != "plain")
 # vLLM takes GPTQ of four bits with the zero point 8 alone, and blocks whose rows are whole for each of q, k and v.
 READ = [name for name in LAYOUTS if name != "fp8 blocks" and (not name.startswith("gptq") or "symmetric" in name)]
 PROMPT, OUTPUT, NUM_PROMPTS = 9, 24, 6
