@@ -5,6 +5,7 @@ head.py    what both kinds have in common
 eagle3.py  one layer over the embedding and the features, a token at a time
 block.py   DFlash and DSpark: a block of tokens in one pass
 load.py    the public checkpoint formats, read and written
+whole.py   a head over a whole text at once, without pages
 """
 
 from faser.models.heads.block import BlockHead
