@@ -25,7 +25,7 @@ from faser.models.layers import rotate
 from faser.models.transformer import Transformer, matrices_of
 
 LEAST_TOKENS, MOST_TOKENS = 256, 1024
-MOST_OPERATIONS = 1.5e11  # of the target's forward on a CPU: a second or two; larger targets are not checked there
+MOST_OPERATIONS = 1e11  # of the target's forward on a CPU: a second or two; larger targets are not checked there
 RUN = 16  # tokens that count as one: neighbours are alike
 ERRORS = 4.0  # standard errors by which other layers must be better
 LEAST_GAIN = 0.02  # share by which the overlap must be higher; less is not worth a change
