@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from faser.models.heads import DraftHead
+from faser.models.heads import DraftHead, shift
 from faser.models.heads.shift import LEAST_TOKENS, Shift, find_shift, is_better
 from faser.models.heads.whole import chain_logits, chain_states
 from faser.models.transformer import Transformer
@@ -84,11 +84,11 @@ def mean_overlap(head: DraftHead, target: Transformer, text: list[int], layers: 
 def test_a_head_that_is_off_by_a_layer_is_told_the_right_ones(name, seed, by, kind):
     head, target = trained(name, seed), make_target(seed)
     wrong = tuple(layer + by for layer in TRAINED[name])
-    shift = find_shift(told(head, wrong), target, text_of(target, kind))
-    assert shift is not None
-    assert (shift.by, shift.told, shift.better) == (-by, wrong, TRAINED[name])
+    found = find_shift(told(head, wrong), target, text_of(target, kind))
+    assert found is not None
+    assert (found.by, found.told, found.better) == (-by, wrong, TRAINED[name])
     expected = [mean_overlap(head, target, text_of(target, kind), layers) for layers in (wrong, TRAINED[name])]
-    assert shift.overlaps == pytest.approx(expected, rel=1e-3)
+    assert found.overlaps == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_head_that_was_never_trained_is_not_told_to_read_other_layers():
@@ -96,6 +96,17 @@ def test_a_head_that_was_never_trained_is_not_told_to_read_other_layers():
     for seed in range(3):
         head = type(trained("dspark short", 0)).random(trained("dspark short", 0).head_config, target, seed)
         assert find_shift(head, target, text_of(target, "random")) is None
+
+
+def test_where_few_tokens_may_be_read_nobody_is_accused(monkeypatch):
+    """Those that a window shows, and those that a CPU can afford."""
+    wrong, target = told(trained("eagle3 short", 1), (0, 1, 2)), make_target(1)
+    narrow = copy(target)
+    narrow.config = replace(target.config, windows=(0, 0, LEAST_TOKENS - 1, 0, 0))
+    assert find_shift(wrong, target, text_of(target, "random")) is not None
+    assert find_shift(wrong, narrow, text_of(target, "random")) is None
+    monkeypatch.setattr(shift, "MOST_OPERATIONS", 1e6)
+    assert find_shift(wrong, target, text_of(target, "random")) is None
 
 
 def test_a_short_text_and_foreign_tokens_accuse_nobody():
@@ -121,6 +132,6 @@ def test_chance_makes_no_layers_better():
     [(True, r"eagle_aux_hidden_state_layer_ids=\[1, 2, 3\]"), (False, "every layer number lower by 1")],
 )
 def test_the_advice_can_be_followed(is_eagle3, advice):
-    shift = Shift(-1, (2, 3, 4), (1, 2, 3), (0.25, 0.5), 511, is_eagle3)
+    found = Shift(-1, (2, 3, 4), (1, 2, 3), (0.25, 0.5), 511, is_eagle3)
     expected = rf"inputs of layers 1, 2, 3 instead of 2, 3, 4 .*overlap 0\.500, not 0\.250, over 511 tokens.*{advice}"
-    assert re.search(expected, str(shift))
+    assert re.search(expected, str(found))
