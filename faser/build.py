@@ -20,6 +20,7 @@ import torch
 from faser.config import NGRAM, EngineOptions, resolve_draft, split_draft
 from faser.cost.profile import Profile
 from faser.cost.profiled_cost import ProfiledCost
+from faser.engine.draft_check import DraftCheck
 from faser.engine.engine import Engine
 from faser.engine.pages import PagePool
 from faser.engine.prompt_pace import StepPace
@@ -32,6 +33,8 @@ from faser.models import weights
 from faser.models.config import ModelConfig
 from faser.models.draft import apply_patch
 from faser.models.heads import BLOCK, DraftHead
+from faser.models.heads.sample import SAMPLE
+from faser.models.heads.shift import find_shift
 from faser.models.quantised.placement import Mode, is_packed, pack_draft
 from faser.models.source import DraftSource, FolderSource, GgufSource, HeadSource, PatchSource, open_draft, open_target
 from faser.models.transformer import Transformer
@@ -233,6 +236,7 @@ def build_engine(
     Without a tokenizer, requests with a grammar fail. Where the policy needs the cost of forwards and no profile is
     given or saved, `options.profiling` says what is measured first.
     """
+    draft_check = DraftCheck(_known_misfit(target, draft, options, tokenizer))
     made = _make_executor(target, draft, options, tokenizer, device)
     memory = made.executor.draft_memory
     most_pages = made.num_pages + (memory.pages_gained if memory is not None else 0)
@@ -251,7 +255,7 @@ def build_engine(
         pace=_make_pace(made.device, options),
     )
     residency = Residency(scheduler, memory, perf_counter) if memory is not None else None
-    engine = partial(Engine, scheduler, made.executor, cost=cost, residency=residency)
+    engine = partial(Engine, scheduler, made.executor, cost=cost, residency=residency, draft_check=draft_check)
     if cost is not None and cost.profile.kind == "quick":
         keep = saved_profiles.keep_in_background
         engine = partial(engine, on_idle=IdleProfiler(_subject(made), cost, scheduler, _about(made), keep))
@@ -261,6 +265,21 @@ def build_engine(
     known = _about(made), [made.target, *([made.draft] if isinstance(made.draft, Transformer) else [])]
     saved_profiles.restore_exits(exits, *known)
     return engine(exits=exits, on_close=partial(saved_profiles.keep_exits, exits, *known))
+
+
+def _known_misfit(target: Transformer, draft: Draft, options: EngineOptions, tokenizer: Tokenizer | None) -> str | None:
+    """What is wrong with a head, as far as a text tells; before KV pages take the device's memory."""
+    head = _model_of(draft)
+    if not isinstance(head, DraftHead) or tokenizer is None or options.acceptance is not None:
+        return None
+    started = perf_counter()
+    try:
+        shift = find_shift(head, target, tokenizer.encode(SAMPLE))
+    except torch.OutOfMemoryError:
+        log.info("the head's layers are not checked: too little memory")
+        return None
+    log.info("checked the head's layers in %.1f s", perf_counter() - started)
+    return None if shift is None else str(shift)
 
 
 def _target_pool(made: _Made, options: EngineOptions, most_pages: int) -> PagePool:

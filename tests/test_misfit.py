@@ -7,15 +7,23 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from faser.build import build_engine
+from faser.config import EngineOptions
 from faser.engine.draft_check import LEAST_ACCEPTED, MEMORY, DraftCheck, highest_share
+from faser.errors import ConfigError
+from faser.models.heads.shift import Shift
 from faser.request import Request, SamplingParams
 from faser.sim.oracle import Draw
 from faser.sim.replica import Machine, load_profile, make_replica
+from faser.text.tokenizer import Tokenizer
 from faser.traffic.document import Item, Workload
 from faser.traffic.play import play
 from tests.test_exactness import assert_equal, make_engine, reference, serve
-from tests.tiny import VOCABULARY, make_draft, make_model
+from tests.tiny import VOCABULARY, make_draft, make_head, make_model
+
+TARGET = make_model()
 
 
 def requests_of(target, temperature: float) -> list[Request]:
@@ -51,6 +59,63 @@ def test_a_draft_that_fits_is_never_accused(temperature, caplog):
     assert engine.stats.verified_per_position[0] > 100, "it was tried often enough"
     assert engine.draft_check.misfit is None
     assert not warnings_of(caplog)
+
+
+SHIFT = Shift(-1, (1, 2), (0, 1), (0.25, 0.5), 300, is_eagle3=False)
+
+
+@pytest.fixture
+def start(folder):
+    """An engine with a draft, and the tokenizer of a folder."""
+
+    def build(draft, with_tokenizer: bool = True, **options):
+        tokenizer = Tokenizer.from_folder(folder) if with_tokenizer else None
+        sizes = {"policy": "fixed:2", "max_running": 8, "max_step_ms": 0, "page_size": 4, "num_pages": 400}
+        return build_engine(TARGET, draft, EngineOptions(**(sizes | options)), tokenizer)
+
+    return build
+
+
+def test_a_head_that_is_off_by_a_layer_changes_no_token_and_is_named_at_the_start(start, monkeypatch, caplog):
+    """What finds it is tested in tests/models/heads/test_shift.py."""
+    monkeypatch.setattr("faser.build.find_shift", lambda *_: SHIFT)
+    requests = requests_of(TARGET, 0.0)
+    engine = start(make_head(TARGET, "eagle3"))
+    assert engine.draft_check.misfit == str(SHIFT)
+    assert [each for each in warnings_of(caplog) if "off by a layer" in each] == warnings_of(caplog)
+    assert len(warnings_of(caplog)) == 1
+    assert_equal(serve(engine, requests), reference(TARGET, requests))
+
+
+def test_the_layers_of_a_head_are_not_checked_where_that_tells_nothing(start, monkeypatch):
+    def find_shift(*_):
+        raise AssertionError("it was checked")
+
+    monkeypatch.setattr("faser.build.find_shift", find_shift)
+    head = make_head(TARGET, "eagle3")
+    start(make_draft(TARGET))
+    start(head, with_tokenizer=False)
+    with pytest.raises(ConfigError, match="synthetic acceptance"):  # a CPU has none, so it is refused behind the check
+        start(head, acceptance=0.5)
+    with pytest.raises(AssertionError, match="it was checked"):
+        start(head)
+
+
+def test_without_memory_for_the_check_the_engine_starts(start, monkeypatch):
+    def find_shift(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("faser.build.find_shift", find_shift)
+    assert start(make_head(TARGET, "eagle3")).draft_check.misfit is None
+
+
+def test_what_is_known_at_the_start_outlasts_good_and_bad_guesses(caplog):
+    check = DraftCheck("its features seem to be off by a layer")
+    for accepted, found in ((1, "off by a layer"), (0, "first tokens were accepted"), (1, "off by a layer")):
+        for _ in range(2 * MEMORY):
+            teach(check, [1], [accepted])
+        assert found in (check.misfit or "")
+    assert len(warnings_of(caplog)) == 2
 
 
 def teach(check: DraftCheck, verified: list[int], accepted: list[int], is_looked_up: list[bool] | None = None) -> None:

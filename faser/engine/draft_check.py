@@ -1,7 +1,8 @@
 """Does the draft fit its target? Found out in passing, from the drafts that are verified anyway.
 
 A wrong tokenizer map, a draft of another checkpoint of the same shape, or a head that reads the wrong layers load and
-run, and the output stays right: only the guesses are bad. Knows counts of first tokens; nothing of models or policies.
+run, and the output stays right: only the guesses are bad. Knows counts of first tokens, and what is known before any is
+drafted (`faser/models/heads/shift.py`); nothing of models or policies.
 """
 
 from __future__ import annotations
@@ -21,10 +22,16 @@ log = logging.getLogger(__name__)
 
 
 class DraftCheck:
-    """Told of every step. `misfit` says what is wrong with the draft, None: nothing is known to be."""
+    """Told of every step. `misfit` says what is wrong with the draft, None: nothing is known to be.
 
-    def __init__(self) -> None:
-        self.misfit: str | None = None
+    `known`: what is wrong whatever is accepted.
+    """
+
+    def __init__(self, known: str | None = None) -> None:
+        self._known = known
+        self.misfit = known
+        if known is not None:
+            _warn(known)
         self._tried = self._accepted = 0.0  # first tokens of drafts
 
     def learn(self, plan: StepPlan, result: StepResult) -> None:
@@ -44,14 +51,18 @@ class DraftCheck:
     def _judge(self) -> None:
         """The log says it once, even if the draft gets better and worse again."""
         share = self._accepted / self._tried
-        if self.misfit is not None:
-            self.misfit = None if share > LEAST_ACCEPTED else self.misfit
+        if self.misfit != self._known:
+            self.misfit = self._known if share > LEAST_ACCEPTED else self.misfit
         elif highest_share(share, self._tried) < LEAST_ACCEPTED:
             self.misfit = (
                 f"only {100 * share:.1f} % of {self._tried:.0f} first tokens were accepted; is it made for this target "
                 "and its tokenizer?"
             )
-            log.warning("the draft guesses badly: %s The output is right all the same.", self.misfit)
+            _warn(self.misfit)
+
+
+def _warn(misfit: str) -> None:
+    log.warning("the draft guesses badly: %s The output is right all the same.", misfit)
 
 
 def highest_share(share: float, count: float) -> float:

@@ -81,13 +81,14 @@ class Engine:
         cost: ProfiledCost | None = None,
         exits: EarlyExit | None = None,
         residency: Residency | None = None,
+        draft_check: DraftCheck | None = None,
         on_idle: Callable[[], bool] = lambda: False,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.stats = EngineStats()
-        self.draft_check = DraftCheck()
+        self.draft_check = draft_check or DraftCheck()
         self.cost = cost or StepCost()
         self.exits = exits
         self.residency = residency

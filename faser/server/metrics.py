@@ -92,7 +92,7 @@ class PrometheusText:
             ("faser:draft_kv_cache_usage", "Share of the draft's KV pages in use, 0 to 1", now.draft_kv_used or 0.0),
             ("faser:draft_resident", "Whether a draft model's weights are on the device",
              now.draft_pages_held is not None and residency.is_resident),
-            ("faser:draft_misfit", "Whether nearly all first tokens of drafts are rejected: a draft for another target",
+            ("faser:draft_misfit", "Whether the draft does not fit its target, or a head reads the wrong layers",
              bool(now.misfit)),
             ("faser:draft_pages_gained", "Of kv_pages, those in the memory of a draft that is away",
              residency.pages_gained),

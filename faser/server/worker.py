@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from time import monotonic
@@ -179,7 +180,7 @@ class Worker:
         if timeout != 0:
             self._note.enter(Activity.WAITING)
         while self._open and self._poll.poll(None if timeout is None else 1e3 * timeout):
-            data = self._connection.recv(_READ_BYTES)
+            data = self._read()
             self._open, arrived, timeout = bool(data), True, 0
             for message in self._frames.feed(data):
                 self._take(message)
@@ -190,6 +191,13 @@ class Worker:
                 if timeout <= 0:
                     break
         return arrived
+
+    def _read(self) -> bytes:
+        """Empty when the HTTP process has gone; if it left frames of ours unread, the socket raises."""
+        try:
+            return self._connection.recv(_READ_BYTES)
+        except ConnectionResetError:
+            return b""
 
     def _take(self, message: ToEngine) -> None:
         if isinstance(message, Cancel):
@@ -311,10 +319,12 @@ def main() -> int:
     try:
         served = make(start)
     except FaserError as error:
-        connection.sendall(frame(Failed(str(error))))
+        with suppress(BrokenPipeError):
+            connection.sendall(frame(Failed(str(error))))
         return 1
     with connection:
-        connection.sendall(frame(served.about))
+        with suppress(BrokenPipeError):  # the server has gone meanwhile, which the worker notices
+            connection.sendall(frame(served.about))
         Worker(served, connection, note=note).run()
     served.engine.close()
     return 0

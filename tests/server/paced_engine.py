@@ -18,6 +18,7 @@ from faser.engine.engine import Engine
 from faser.engine.pages import PagePool
 from faser.engine.residency import Place, Residency, ResidencyStats
 from faser.engine.scheduler import Scheduler
+from faser.errors import ConfigError
 from faser.limits import Limits
 from faser.policy import Fixed
 from faser.server.messages import About, Start
@@ -122,6 +123,11 @@ def make_moving(start: Start) -> Served:
     scheduler = Scheduler(limits, Fixed(0), target, PagePool(pages.num_pages, *sizes), speculates=True)
     residency = Leaving(scheduler, Memory(), monotonic)
     return Served(Engine(scheduler, PacedExecutor(), residency=residency), served.about, served.tokenizer)
+
+
+def refuse(start: Start) -> Served:
+    """An engine that cannot be started, with a reason."""
+    raise ConfigError("no such model")
 
 
 def die(start: Start) -> Served:

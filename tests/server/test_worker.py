@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import select
 import socket
+import subprocess
+import sys
+import threading
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, pairwise
@@ -31,10 +35,12 @@ from faser.server.messages import (
     Running,
     SentGrid,
     SentVision,
+    Start,
     frame,
     large_frame,
     socket_pair,
 )
+from faser.server.watchdog import Watchdog
 from faser.server.worker import Served, Worker
 from faser.vision import Grid, Vision
 from tests.oracle import SEED, World, expected_output
@@ -120,6 +126,32 @@ def test_requests_are_answered_and_the_worker_becomes_idle():
         link.until(lambda: link.snapshot is not None and link.snapshot.pages_held == 0)
         assert link.snapshot.emitted == 15
         assert sum(link.snapshot.lengths) == sum(end.stats.steps for end in link.ends.values())
+
+
+def test_a_server_that_leaves_frames_unread_ends_the_worker_without_an_error(monkeypatch):
+    raised = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    with working() as (link, failures):
+        link.send(add("a", [1, 2, 3], 10))
+        select.select([link.connection], [], [], 60)
+    assert not raised
+    assert not failures
+
+
+@pytest.mark.parametrize("factory", ["make", "refuse"])
+def test_a_server_that_goes_while_its_engine_starts_leaves_no_traceback(folder, factory):
+    ours, theirs = socket_pair()
+    watchdog = Watchdog()
+    given = theirs.fileno(), watchdog.descriptor
+    command = ["-m", "faser.server.worker", str(given[0]), f"tests.server.paced_engine:{factory}", str(given[1])]
+    with theirs:
+        process = subprocess.Popen([sys.executable, *command], pass_fds=given, stderr=subprocess.PIPE, text=True)
+    with ours:
+        ours.sendall(frame(Start(str(folder), None, {}, None, None, "warning")))
+    _, errors = process.communicate(timeout=60)
+    watchdog.close()
+    assert "Traceback" not in errors
+    assert process.returncode == (0 if factory == "make" else 1)
 
 
 def test_the_snapshot_says_where_the_draft_is():

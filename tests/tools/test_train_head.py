@@ -16,6 +16,7 @@ from faser.models.config import Rope
 from faser.models.heads import DraftHead
 from faser.models.heads.config import read_head_config
 from faser.models.heads.load import load_head, write_head
+from faser.models.heads.whole import chain_logits, chain_states
 from faser.models.transformer import Transformer
 from tests.tools.heads.toys import KINDS, TOY, make_head_module, make_toy, random_tokens, toy_text
 from tools import distill
@@ -24,7 +25,7 @@ from tools.distill import features_of, write_answers
 from tools.heads.convert import serving_head
 from tools.heads.loss import Judged
 from tools.heads.modules import all_anchors
-from tools.heads.simulate import chain_logits, chain_states, matches, tabulate
+from tools.heads.simulate import matches, tabulate
 from tools.train_head import Report, Settings, Training, fit, plan_head, rarest_token, spread_features, state_path
 
 QUICK = {"batch": 16, "rate": 1e-2, "anchors": 12}

@@ -10,7 +10,6 @@ Knows nothing of losses, schedules or files. faser/models/heads/ has the forward
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 
 import torch
@@ -19,12 +18,11 @@ from torch import Tensor, nn
 
 from faser.models.config import ModelConfig
 from faser.models.heads import HeadConfig
+from faser.models.heads.whole import KeysValues, attend
 from faser.models.transformer import Transformer
 from tools.distill import rotary
 
 _STD = 0.02  # of weights that no weight of the target can begin
-
-KeysValues = tuple[Tensor, Tensor]
 
 
 class HeadLayer(nn.Module):
@@ -81,27 +79,6 @@ class HeadLayer(nn.Module):
         x = x + F.linear(attended, self.out)
         gate, up = F.linear(norm(x, self.mlp_norm, self.config.norm_eps), self.gate_up).chunk(2, dim=-1)
         return x + F.linear(F.silu(gate) * up, self.down)
-
-
-def attend(query: Tensor, context: KeysValues, own: KeysValues, visible: Tensor) -> Tensor:
-    """Attention of each chain's rows to the visible context and to rows of the same chain.
-
-    query [sequences, chains, rows, heads, head_dim]; context: keys and values [sequences, tokens, KV heads, head_dim];
-    own: keys and values [sequences, chains, own rows, KV heads, head_dim]; visible [sequences or 1, chains, tokens].
-    Returns [sequences, chains, rows, heads * head_dim]. No score of one chain with another is computed.
-    """
-    num_kv_heads, (_, num_chains, num_rows, _, head_dim) = context[0].shape[2], query.shape
-    # q [sequences, KV heads, chains, group * rows, head_dim]
-    q = query.unflatten(3, (num_kv_heads, -1)).permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
-    far_keys, far_values = (each.permute(0, 2, 1, 3) for each in context)
-    near_keys, near_values = (each.permute(0, 3, 1, 2, 4) for each in own)
-    far = (q.flatten(2, 3) @ far_keys.transpose(-1, -2)).unflatten(2, (num_chains, -1))
-    far = far.masked_fill(~visible[:, None, :, None], -math.inf)
-    near = q @ near_keys.transpose(-1, -2)
-    weights = (torch.cat((far, near), dim=-1).float() * head_dim**-0.5).softmax(dim=-1).to(far.dtype)
-    far, near = weights.split([far.shape[-1], near.shape[-1]], dim=-1)
-    mixed = (far.flatten(2, 3) @ far_values).unflatten(2, (num_chains, -1)) + near @ near_values
-    return mixed.unflatten(3, (-1, num_rows)).permute(0, 2, 4, 1, 3, 5).flatten(3)
 
 
 class HeadModule(nn.Module, ABC):

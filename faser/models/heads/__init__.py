@@ -5,6 +5,8 @@ head.py    what both kinds have in common
 eagle3.py  one layer over the embedding and the features, a token at a time
 block.py   DFlash and DSpark: a block of tokens in one pass
 load.py    the public checkpoint formats, read and written
+whole.py   a head over a whole text at once, without pages
+shift.py   whether a head reads the layers that it was trained on; sample.py is the text that tells
 """
 
 from faser.models.heads.block import BlockHead

@@ -14,12 +14,12 @@ from faser.errors import ConfigError
 from faser.models.heads import BLOCK, EAGLE3, BlockHead, DraftHead, Eagle3Head, HeadConfig
 from faser.models.heads.config import read_head_config
 from faser.models.heads.load import load_head, write_head
+from faser.models.heads.whole import chain_logits, chain_states
 from faser.models.transformer import Transformer
 from tests.tools.test_inflate import LARGE, LLAMA3_ROPE, SAME, SMALL, small_model, tokens
 from tools.distill import features_of
 from tools.heads import inflate as tool
 from tools.heads.inflate import inflate_head
-from tools.heads.simulate import chain_logits, chain_states
 from tools.inflate import SHAPES, inflate, write_folder
 
 EAGLE = HeadConfig(kind=EAGLE3, layers=replace(SMALL, num_layers=1), target_hidden_size=24, feature_layers=(0, 1, 2))

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from faser.models.heads import BlockHead
+from faser.models.heads.whole import attend, chain_logits, chain_states
 from tests.tools.heads.toys import KINDS, make_head_module, make_toy, random_tokens
 from tools.distill import features_of
 from tools.heads.convert import serving_head
-from tools.heads.modules import HeadModule, all_anchors, attend, random_anchors
-from tools.heads.simulate import chain_logits, chain_states
+from tools.heads.modules import HeadModule, all_anchors, random_anchors
 
 LENGTH = 14
 

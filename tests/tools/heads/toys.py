@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from faser.models.heads import DraftHead
+from faser.models.heads.whole import chain_logits, chain_states
 from faser.models.transformer import Transformer
 from tests.tiny import CONFIGS, VOCABULARY
 from tools.distill import Writer, features_of, sample_top_p, write_sequences
 from tools.heads.modules import HeadModule
-from tools.heads.simulate import chain_logits, chain_states, chooser
+from tools.heads.simulate import chooser
 from tools.train_head import Settings, make_module
 
 TOY = replace(CONFIGS["llama3"], num_layers=4)
