@@ -146,9 +146,9 @@ def _add_mechanisms(engine: argparse._ArgumentGroup) -> None:
 def add_draft_window(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument(
         "--draft-window", type=_draft_window, default="auto", metavar="auto|off|N",
-        help="a draft model attends to the first 4 tokens of a context and the last N: auto (1024 where contexts are "
-        "longer than those it was trained on, and on a CPU where they are much longer; default), off (the whole "
-        "context) or at least 64",
+        help="a draft (a model or a head) attends to the first 4 tokens of a context and the last N: auto (1024 where "
+        "contexts are longer than those it was trained on, and for a model on a CPU where they are much longer; "
+        "default), off (the whole context) or at least 64",
     )  # fmt: skip
 
 

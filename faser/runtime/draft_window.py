@@ -1,7 +1,7 @@
 """What a draft attends to: the whole context, or the first few tokens and the last N (`--draft-window`).
 
-A draft with a window reads and keeps less KV, and drafts for contexts longer than those it was trained on. The first
-tokens are kept because attention leans on them whatever they say.
+A draft (a model or a head) with a window reads and keeps less KV, and drafts for contexts longer than those it was
+trained on. The first tokens are kept because attention leans on them whatever they say.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ def choose_window(
 ) -> KeyWindow | None:
     """The window of a draft; None: it sees whole contexts. `asked` as in EngineOptions.
 
-    On a GPU windows have not been measured yet, so `auto` takes one only where a draft could not draft without.
+    On a GPU and of heads windows have not been measured yet, so `auto` takes one only where a draft could not draft
+    without.
     """
-    if draft is None or is_head or draft.windows:
+    if draft is None or draft.windows:
         if isinstance(asked, int):
-            why = "there is no draft model" if draft is None else "a draft head sees whole contexts"
-            why = "the draft model has windows of its own" if draft is not None and not is_head else why
+            why = f"the draft {'head' if is_head else 'model'} has windows of its own"
+            why = "there is no draft model" if draft is None else why
             raise ConfigError(f"draft_window={asked}: {why}; use auto or off")
         return None
     trained = draft.max_positions
@@ -38,5 +39,5 @@ def choose_window(
     size = min(USUAL_SIZE, trained - SINKS)
     if asked == "off" or size < KeyWindow.LEAST_SIZE:
         return None
-    is_long = device == "cpu" and max_model_len >= FEW_WINDOWS * (size + SINKS)
+    is_long = device == "cpu" and not is_head and max_model_len >= FEW_WINDOWS * (size + SINKS)
     return KeyWindow(size, SINKS) if is_long or max_model_len > trained else None

@@ -128,6 +128,12 @@ class DraftHead(ABC):
         if self.owns_head:
             yield plain(self.head)
 
+    def reach(self, num_positions: int) -> None:
+        """As `Transformer.reach`."""
+        if num_positions > self.max_positions:
+            self.max_positions = num_positions
+            self.cos, self.sin = rope_tables(self.config.rope, self.config.head_dim, num_positions, self.device)
+
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """As `Transformer.rotation`."""
         return look_up(self.cos, self.sin, positions, self.config.rope)

@@ -123,6 +123,22 @@ def test_drafts_are_those_of_the_cpu(small, device, kind, drafted):
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_drafts_of_windowed_heads_are_those_of_the_cpu(small, device, kind, drafted):
+    """A window of 64 in a context of 85 tokens: the head computes the sinks, then begins again at its window."""
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    long = [Request(id="long", prompt_token_ids=tuple(range(3, 43)) * 2, params=params, seed=0)]
+    sizes = {"max_running": 2, "max_batch_tokens": 128, "num_pages": 60, "draft_window": 64}
+    engine = make_engine(small, make_head(small, kind), Fixed(2), **sizes)
+    expected = Drafts(engine)
+    serve(engine, long)
+    engine = engine_of(small, kind, device, Fixed(2), **sizes)
+    assert engine.scheduler.limits.draft_window is not None
+    assert serve(engine, long).tokens == reference(small, long).tokens
+    assert len(expected.seen) > 1
+    assert {context: drafted[context] for context in expected.seen} == expected.seen
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 def test_preemptions_and_cached_prompts_change_no_token(small, device, kind):
     engine, some = engine_of(small, kind, device, Fixed(3), ahead=True, num_pages=8), requests(3, 5)
     right = reference(small, some).tokens
