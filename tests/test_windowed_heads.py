@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from faser.errors import ConfigError
 from faser.limits import KeyWindow
 from faser.models.heads import BlockHead, DraftHead, Eagle3Head
 from faser.models.layers import rotate
@@ -85,7 +86,10 @@ def test_a_head_of_a_short_context_drafts_for_a_long_one(long, kind):
 # ── drafts against a forward without pages ───────────────────────────────────────────────────────────────────────────
 
 
-def seen_by(head: DraftHead, window: KeyWindow, first: int, context: list[torch.Tensor] | None, causal: bool):
+Windows = tuple[KeyWindow, ...]  # by layer
+
+
+def seen_by(head: DraftHead, windows: Windows, first: int, context: list[torch.Tensor] | None, causal: bool):
     """Attention of rows at positions from `first` on to the sinks and their windows.
 
     `context`: keys, not rotated, and values [layer][S, 2 * kv heads, d] of the positions before.
@@ -96,6 +100,7 @@ def seen_by(head: DraftHead, window: KeyWindow, first: int, context: list[torch.
         return rotate(x.clone(), head.cos[positions].unsqueeze(1), head.sin[positions].unsqueeze(1))
 
     def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        window = windows[layer]
         kv = qkv[:, heads:] if context is None else torch.cat((context[layer], qkv[:, heads:]))
         rows = first + torch.arange(len(qkv))
         keys = first + len(qkv) - len(kv) + torch.arange(len(kv))
@@ -114,23 +119,23 @@ def seen_by(head: DraftHead, window: KeyWindow, first: int, context: list[torch.
     return attend
 
 
-def eagle3_drafts(target: Transformer, head: Eagle3Head, window: KeyWindow, context: list[int], number: int):
+def eagle3_drafts(target: Transformer, head: Eagle3Head, windows: Windows, context: list[int], number: int):
     """The row of token r has the features of r - 1; later rows have the head's own states."""
     states, drafts = fused_features(target, head, torch.tensor(context[:-1])), []
     for _ in range(number):
         embedded = head.embed(torch.tensor([*context[1:], *drafts]))
-        hidden = head.extend(embedded, states, seen_by(head, window, 1, None, causal=True))
+        hidden = head.extend(embedded, states, seen_by(head, windows, 1, None, causal=True))
         drafts.append(int(spread(head, head.logits(hidden[-1:])[0]).argmax()))
         states = torch.cat((states, head.next_states(hidden[-1:])))
     return drafts
 
 
-def block_drafts(target: Transformer, head: BlockHead, window: KeyWindow, context: list[int], number: int):
+def block_drafts(target: Transformer, head: BlockHead, windows: Windows, context: list[int], number: int):
     config, last = head.head_config, len(context) - 1
     fused = fused_features(target, head, torch.tensor(context[:-1]))
     kv = [head.context_kv(layer, fused) for layer in range(head.num_layers)]
     tokens = torch.tensor([context[-1]] + [config.mask_token_id] * (config.num_block_rows - 1))
-    hidden = head.run_block(head.embed(tokens), seen_by(head, window, last, kv, causal=False))
+    hidden = head.run_block(head.embed(tokens), seen_by(head, windows, last, kv, causal=False))
     drafts: list[int] = []
     for row in head.logits(hidden)[0 if config.anchor_predicts else 1 :][:number]:
         bias = head.markov_bias(torch.tensor([drafts[-1] if drafts else context[-1]]))
@@ -139,31 +144,60 @@ def block_drafts(target: Transformer, head: BlockHead, window: KeyWindow, contex
 
 
 @torch.inference_mode()
-def assert_masked(target: Transformer, head: DraftHead, window: KeyWindow, found: Drafts) -> None:
+def assert_masked(target: Transformer, head: DraftHead, windows: Windows, found: Drafts) -> None:
     """All drafts are those of a forward that masks what the head does not see."""
     drafts_of = eagle3_drafts if isinstance(head, Eagle3Head) else block_drafts
-    contexts = [context for context in found.seen if len(context) > window.sinks + window.size]
+    contexts = [context for context in found.seen if len(context) > min(window.span for window in windows)]
     assert len(contexts) > 10
     for context in contexts:
         drafted = found.seen[context]
-        assert drafts_of(target, head, window, list(context), len(drafted)) == drafted
+        assert drafts_of(target, head, windows, list(context), len(drafted)) == drafted
 
 
-def greedy() -> list[Request]:
-    random = np.random.default_rng(5)
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
+def drafted_by(target: Transformer, head: DraftHead, pattern: list[bool], **options: object) -> Drafts:
+    """What a head drafts behind two long contexts, in the steps of a pattern."""
+    random, params = np.random.default_rng(5), SamplingParams(max_tokens=min(100, 30 * len(pattern)), ignore_eos=True)
     prompts = [random.integers(3, VOCABULARY, size).tolist() for size in (150, 90)]
-    return [Request(id=str(i), prompt_token_ids=tuple(p), params=params, seed=i) for i, p in enumerate(prompts)]
+    requests = [Request(id=str(i), prompt_token_ids=tuple(p), params=params, seed=i) for i, p in enumerate(prompts)]
+    engine = make_engine(target, head, Pauses(pattern, 4), **{**SIZES, **options})
+    found = Drafts(engine)
+    serve(engine, requests)
+    return found
+
+
+STEADY, RESTED = [True], [False] * 9 + [True]
 
 
 @pytest.mark.parametrize("kind", HEAD_KINDS)
-@pytest.mark.parametrize("pattern", [[True], [False] * 9 + [True]])
+@pytest.mark.parametrize("pattern", [STEADY, RESTED])
 def test_drafts_are_those_of_a_forward_that_masks_all_other_keys(long, kind, pattern):
     """Whether the head kept up, or began again: its keys follow from features, wherever it began."""
     target, _, _ = long
     head = trained_on(target, SHORT, kind)
-    engine = make_engine(target, head, Pauses(pattern, 4), draft_window=64, **SIZES)
-    found = Drafts(engine)
-    requests = [replace(request, params=replace(request.params, max_tokens=30 * len(pattern))) for request in greedy()]
-    serve(engine, [replace(r, params=replace(r.params, max_tokens=min(100, r.params.max_tokens))) for r in requests])
-    assert_masked(target, head, WINDOW, found)
+    assert_masked(target, head, (WINDOW,) * head.num_layers, drafted_by(target, head, pattern, draft_window=64))
+
+
+# ── heads with windows of their own ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
+@pytest.mark.parametrize("pattern", [STEADY, RESTED])
+@pytest.mark.parametrize("sizes", [(70, 70), (20, 20), (90, 20), (20, 0)])
+def test_a_head_attends_as_its_config_says(long, kind, pattern, sizes):
+    target, _, _ = long
+    head = make_head(target, kind) if sizes != (70, 70) else trained_on(target, SHORT, kind)
+    sizes = sizes[: head.num_layers]
+    head.config = replace(head.config, windows=sizes)
+    found = drafted_by(target, head, pattern)
+    scheduler, begins_again = found.engine.scheduler, sizes in [(70, 70), (70,), (90,)]
+    assert scheduler.limits.draft_window == (KeyWindow(sizes[0]) if begins_again else None)
+    assert scheduler.draft_pages.window == (None if 0 in sizes else KeyWindow(max(sizes)))
+    assert_masked(target, head, tuple(KeyWindow(size or 256) for size in sizes), found)
+
+
+def test_a_head_with_a_window_of_its_own_has_no_other(long):
+    target, _, _ = long
+    head = make_head(target)
+    head.config = replace(head.config, windows=(70,))
+    with pytest.raises(ConfigError, match="the draft head has windows of its own"):
+        make_engine(target, head, draft_window=80, **SIZES)

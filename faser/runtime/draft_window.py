@@ -28,7 +28,7 @@ def choose_window(
             why = f"the draft {'head' if is_head else 'model'} has windows of its own"
             why = "there is no draft model" if draft is None else why
             raise ConfigError(f"draft_window={asked}: {why}; use auto or off")
-        return None
+        return _own_window(draft, max_model_len) if draft is not None and is_head else None
     trained = draft.max_positions
     if isinstance(asked, int):
         if asked + SINKS > trained:
@@ -41,3 +41,13 @@ def choose_window(
         return None
     is_long = device == "cpu" and not is_head and max_model_len >= FEW_WINDOWS * (size + SINKS)
     return KeyWindow(size, SINKS) if is_long or max_model_len > trained else None
+
+
+def _own_window(head: ModelConfig, max_model_len: int) -> KeyWindow | None:
+    """That of a head whose layers all have the same: it begins again without a loss, for its keys follow from features.
+
+    None: it computes its keys of whole contexts, and its layers see what its config says.
+    """
+    window = head.page_window
+    is_long = window is not None and KeyWindow.LEAST_SIZE <= window.size < max_model_len
+    return window if is_long and len(set(head.windows)) == 1 else None

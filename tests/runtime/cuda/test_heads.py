@@ -62,12 +62,12 @@ def requests(count: int = 3, max_tokens: int = 8) -> list[Request]:
     ]
 
 
-def engine_of(small: Transformer, kind: str, device: str, policy, *, ahead: bool = False, **sizes):
+def engine_of(small: Transformer, kind: str | DraftHead, device: str, policy, *, ahead: bool = False, **sizes: object):
     target = on(small, device)
     place = CudaDevice()
     place.runs_ahead = ahead
     options = {"max_running": 4, "max_batch_tokens": 64, "max_step_ms": 0, "page_size": 4, "num_pages": 64, **sizes}
-    head = head_on(make_head(small, kind), target)
+    head = head_on(make_head(small, kind) if isinstance(kind, str) else kind, target)
     return build_engine(target, head, EngineOptions(policy=policy, **options), device=place)
 
 
@@ -134,6 +134,20 @@ def test_drafts_of_windowed_heads_are_those_of_the_cpu(small, device, kind, draf
     engine = engine_of(small, kind, device, Fixed(2), **sizes)
     assert engine.scheduler.limits.draft_window is not None
     assert serve(engine, long).tokens == reference(small, long).tokens
+    assert len(expected.seen) > 1
+    assert {context: drafted[context] for context in expected.seen} == expected.seen
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_heads_with_sliding_windows_draft_as_on_the_cpu(small, device, kind, drafted):
+    head = make_head(small, kind)
+    layers = replace(head.config, windows=(9, 0)[: head.num_layers])
+    head.head_config, head.config = replace(head.head_config, layers=layers), layers
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    some = [Request(id="a", prompt_token_ids=tuple(range(3, 27)), params=params, seed=0)]
+    expected = Drafts(make_engine(small, head, Fixed(2), max_running=2))
+    serve(expected.engine, some)
+    serve(engine_of(small, head, device, Fixed(2), max_running=2), some)
     assert len(expected.seen) > 1
     assert {context: drafted[context] for context in expected.seen} == expected.seen
 
