@@ -7,10 +7,9 @@ trained on. The first tokens are kept because attention leans on them whatever t
 from __future__ import annotations
 
 from faser.errors import ConfigError
-from faser.limits import KeyWindow
+from faser.limits import DRAFT_SINKS, KeyWindow
 from faser.models.config import ModelConfig
 
-SINKS = 4
 USUAL_SIZE = 1024
 FEW_WINDOWS = 4  # a context of fewer windows: `auto` shows whole contexts
 
@@ -31,16 +30,16 @@ def choose_window(
         return _own_window(draft, max_model_len) if draft is not None and is_head else None
     trained = draft.max_positions
     if isinstance(asked, int):
-        if asked + SINKS > trained:
+        if asked + DRAFT_SINKS > trained:
             raise ConfigError(
-                f"draft_window={asked}: the draft was trained on {trained} tokens; give at most {trained - SINKS}"
+                f"draft_window={asked}: the draft was trained on {trained} tokens; give at most {trained - DRAFT_SINKS}"
             )
-        return KeyWindow(asked, SINKS) if asked + SINKS < max_model_len else None
-    size = min(USUAL_SIZE, trained - SINKS)
+        return KeyWindow(asked, DRAFT_SINKS) if asked + DRAFT_SINKS < max_model_len else None
+    size = min(USUAL_SIZE, trained - DRAFT_SINKS)
     if asked == "off" or size < KeyWindow.LEAST_SIZE:
         return None
-    is_long = device == "cpu" and not is_head and max_model_len >= FEW_WINDOWS * (size + SINKS)
-    return KeyWindow(size, SINKS) if is_long or max_model_len > trained else None
+    is_long = device == "cpu" and not is_head and max_model_len >= FEW_WINDOWS * (size + DRAFT_SINKS)
+    return KeyWindow(size, DRAFT_SINKS) if is_long or max_model_len > trained else None
 
 
 def _own_window(head: ModelConfig, max_model_len: int) -> KeyWindow | None:
