@@ -19,6 +19,7 @@ from faser.request import Request, SamplingParams
 from faser.runtime.cuda.block import BlockLaunch
 from faser.runtime.cuda.device import CudaDevice
 from faser.runtime.cuda.drafter import ModelDraft
+from tests.engine.test_windows import Pauses as LongPauses
 from tests.oracle import RandomLengths, RandomStops
 from tests.runtime.cuda.test_executor import on
 from tests.test_exactness import make_engine, reference, serve
@@ -136,6 +137,17 @@ def test_drafts_of_windowed_heads_are_those_of_the_cpu(small, device, kind, draf
     assert serve(engine, long).tokens == reference(small, long).tokens
     assert len(expected.seen) > 1
     assert {context: drafted[context] for context in expected.seen} == expected.seen
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_windows_change_no_token_where_steps_are_planned_ahead(small, device, kind):
+    params = SamplingParams(max_tokens=7, ignore_eos=True)
+    prompts = [tuple(range(3, 43)) * 2, tuple(range(5, 15))]
+    some = [Request(id=str(i), prompt_token_ids=each, params=params, seed=i) for i, each in enumerate(prompts)]
+    sizes = {"max_running": 2, "max_batch_tokens": 128, "num_pages": 60, "draft_window": 64}
+    outcome = serve(engine_of(small, kind, device, LongPauses(2, 2), ahead=True, **sizes), some)
+    assert outcome.tokens == reference(small, some).tokens
+    assert outcome.stats["0"].drafted > 0
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
