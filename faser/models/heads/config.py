@@ -134,8 +134,9 @@ def _read_speculators(fields: Fields) -> HeadConfig:
     _refuse_unknown(inner, known_fields.LAYER)
     # What both objects may say: the outer one is the head's, the inner one often a copy of the target's.
     given = {key: fields.data[key] for key in sorted(outer) if fields.get(key) is not None}
-    layers = _read_layers({**inner.data, **given}, inner.where, "llama" if kind == "eagle3" else "qwen3")
-    if layers.windows:
+    merged = {**inner.data, **given}
+    layers = _read_layers(merged, inner.where, "llama" if kind == "eagle3" else "qwen3")
+    if any(layer_slides(Fields(merged, inner.where))):
         _check_windows(fields, inner, kind)
     if kind == "eagle3":
         return _read_eagle3(fields, layers, norm_before_residual=True)
@@ -236,6 +237,8 @@ def _read_block(fields: Fields, layers: ModelConfig, is_dspark: bool) -> HeadCon
     for key in ("causal", "is_causal"):
         if holder(key).flag(key):
             raise holder(key).refuse(f"{key} (a block that is causal)")
+    if any(layer_slides(fields)) and all(holder(key).get(key) is None for key in ("causal", "is_causal")):
+        raise fields.refuse("sliding_attention in layer_types without is_causal, for which programs differ")
     if not holder("use_aux_hidden_state").flag("use_aux_hidden_state", True):
         raise holder("use_aux_hidden_state").refuse("use_aux_hidden_state=false")
     block_size = fields.integer("block_size")

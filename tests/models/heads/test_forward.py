@@ -132,11 +132,12 @@ def test_eagle3_with_a_sliding_window(tmp_path, target, form, family):
     check_eagle3(tmp_path, target, rig.replace(config, layers=rig.replace(layers, windows=(4,))))
 
 
+SLIDES = ["sliding_attention"]
 SLIDING = {
-    "all layers": ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 6, "use_sliding_window": True}, (6, 6)),
-    "some layers": ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6}, (0, 6)),
-    "as DSpark says": ({"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": False}, (6, 0)),
-    "as DSpark says of all": ({"layer_types": ...}, (6, 6)),
+    "all layers": (SLIDES * 2, {"sliding_window": 6, "use_sliding_window": True, "is_causal": False}, (6, 6)),
+    "some layers": (["full_attention", *SLIDES], {"sliding_window": 6, "is_causal": False}, (0, 6)),
+    "as DSpark says": ([*SLIDES, "full_attention"], {"use_sliding_window": False, "causal": False}, (6, 0)),
+    "as DSpark says of all": (..., {}, (6, 6)),
 }
 
 
@@ -145,8 +146,8 @@ SLIDING = {
 def test_block_heads_with_sliding_windows(tmp_path, target, kind, name):
     config = rig.block_config(**({} if kind == "dflash" else rig.DSPARK))
     write_head(BlockHead.random(config, target, seed=1, std=0.2), tmp_path)
-    changes, windows = SLIDING[name]
-    rig.edit_config(tmp_path, **changes)
+    layer_types, changes, windows = SLIDING[name]
+    rig.edit_config(tmp_path, layer_types=layer_types, **changes)
     if "DSpark" in name:
         rig.edit_dflash_config(tmp_path, use_swa=True, swa_window_size=6)
     check_block(tmp_path, target, rig.replace(config, layers=rig.replace(config.layers, windows=windows)))
