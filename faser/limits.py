@@ -10,8 +10,8 @@ from faser.arrays import IntArray
 from faser.errors import EngineError
 
 HARD_MAX_LENGTH = 32  # drafted tokens per request and step: no policy may give more
-DRAFT_SINKS = 4  # the first tokens of a context, which a draft sees beside its window
 ADAPTIVE_MAX_LENGTH = 7  # for policies that search for a length: 7 drafts + 1 row is a size that GPU graphs have
+DRAFT_SINKS = 4  # the first tokens of a context, which a draft sees beside its window
 
 
 @dataclass(frozen=True)

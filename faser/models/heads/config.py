@@ -144,7 +144,10 @@ def _read_speculators(fields: Fields) -> HeadConfig:
 
 
 def _check_windows(fields: Fields, inner: Fields, kind: str) -> None:
-    """Block heads of speculators are causal in sliding layers, or their windows count from the anchor."""
+    """Refuse what the two objects give differently, and block heads.
+
+    Those of speculators are causal in sliding layers, or their windows count from the anchor.
+    """
     if kind != "eagle3":
         raise inner.refuse(f"sliding_attention in a {kind} head of speculators")
     for key in ("layer_types", "sliding_window"):
