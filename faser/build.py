@@ -545,7 +545,7 @@ def _limits(options: EngineOptions, device: Device, target: Transformer, draft: 
     is_head = isinstance(draft, DraftHead)
     draft_config = draft.config if draft is not None else None
     window = choose_window(options.draft_window, draft_config, is_head, max_model_len, device.name)
-    if window is not None and isinstance(draft, Transformer):
+    if window is not None and draft is not None:
         draft.reach(max_model_len)
     return Limits(
         max_running,

@@ -94,7 +94,7 @@ class EngineOptions:
     early_exit: str = "auto"  # drop drafts inside a verification: where the profile says it pays, always (on), or never
     overlap: str = "auto"  # draft while earlier drafts are verified: where the profile says it pays, on, or off
     offload: str = "auto"  # the draft leaves the device when KV pages are short: the device's choice (auto), on, or off
-    draft_window: str | int = "auto"  # tokens that a draft model attends to; off: all; auto: where contexts are long
+    draft_window: str | int = "auto"  # tokens that a draft attends to; off: all; auto: where contexts are long
     profile: str | None = None  # file with the cost of forwards, for policies that need it; None: the saved one
     profiling: str = "quick"  # without a saved profile: quick (the rest is measured when idle), full, or none
 

@@ -11,6 +11,7 @@ from faser.errors import EngineError
 
 HARD_MAX_LENGTH = 32  # drafted tokens per request and step: no policy may give more
 ADAPTIVE_MAX_LENGTH = 7  # for policies that search for a length: 7 drafts + 1 row is a size that GPU graphs have
+DRAFT_SINKS = 4  # the first tokens of a context, which a draft sees beside its window
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Limits:
     draft_max_len: int | None = None  # tokens of context the draft model can read; longer requests do not draft
     head: HeadLimits | None = None  # of the draft, if it is a head
     vision: VisionLimits | None = None  # of the target, if it sees
-    draft_window: KeyWindow | None = None  # what the draft model attends to, if that is not the whole context
+    draft_window: KeyWindow | None = None  # what the draft attends to, if that is not the whole context
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_running <= self.max_batch_tokens:
@@ -86,7 +87,8 @@ class Limits:
         return min(num_pages, self.most_draft_pages(page_size))
 
     def most_draft_pages(self, page_size: int) -> int:
-        """Pages that the windows of all slots need. A catch-up of up to a page's tokens comes on top of a window."""
+        """Pages that the windows of all slots need. A catch-up of up to a page's tokens, and a block, come on top."""
         if self.draft_window is None:
             return 2**40
-        return self.max_running * self.draft_window.most_pages(page_size, rows=page_size + 1)
+        behind = 1 if self.head is None else max(1, self.head.block_rows)
+        return self.max_running * self.draft_window.most_pages(page_size, rows=page_size + behind)

@@ -15,8 +15,7 @@ from faser.cost.curve import Curve
 from faser.cost.profile import Profile
 from faser.cost.profiled_cost import ProfiledCost
 from faser.errors import ConfigError
-from faser.limits import KeyWindow, Limits
-from faser.models.heads import DraftHead
+from faser.limits import HeadLimits, KeyWindow, Limits
 from faser.models.transformer import Transformer
 from faser.policy import Fixed
 from faser.request import Request, SamplingParams
@@ -130,6 +129,12 @@ def test_on_a_gpu_auto_is_for_drafts_that_could_not_draft_without(trained, windo
     assert choose_window("auto", config, is_head=False, max_model_len=8192, device="cuda") == window
 
 
+@pytest.mark.parametrize(("trained", "window"), [(8192, None), (2048, KeyWindow(1024, 4))])
+def test_auto_is_for_heads_that_could_not_draft_without(trained, window):
+    config = replace(LONG, max_positions=trained)
+    assert choose_window("auto", config, is_head=True, max_model_len=8192, device="cpu") == window
+
+
 def test_windows_that_cannot_be_are_refused_by_name(long_pair):
     target = long_pair[0]
     with pytest.raises(ConfigError, match="at least 64 tokens"):
@@ -140,10 +145,8 @@ def test_windows_that_cannot_be_are_refused_by_name(long_pair):
         make_engine(target, make_draft(target), draft_window=253, **SIZES)
     with pytest.raises(ConfigError, match="no draft model"):
         make_engine(target, "ngram", draft_window=64, **SIZES)
-    head = make_head(target)
-    assert isinstance(head, DraftHead)
-    with pytest.raises(ConfigError, match="head sees whole contexts"):
-        make_engine(target, head, draft_window=64, **SIZES)
+    with pytest.raises(ConfigError, match="trained on 256 tokens; give at most 252"):
+        make_engine(target, make_head(target), draft_window=253, **SIZES)
     windowed = Transformer.random(replace(LONG, windows=(8, 0)), 1)
     with pytest.raises(ConfigError, match="windows of its own"):
         make_engine(target, windowed, draft_window=64, **SIZES)
@@ -154,6 +157,8 @@ def test_what_the_draft_does_not_take_goes_to_the_target():
     assert limits.most_draft_pages(16) == 2 * (1 + 7 + 2)
     assert limits.draft_pages(15, 16) == 15
     assert limits.draft_pages(500, 16) == 20
+    block = Limits(2, 64, 4096, head=HeadLimits(block_rows=16), draft_window=KeyWindow(100, 4))
+    assert block.most_draft_pages(16) == 2 * (1 + 9 + 1), "a block has pages too"
     models = [(LONG, torch.float32)] * 2
     page = bytes_per_page(LONG, 16, torch.float32)
     assert fitting_pages(1000 * page, models, 16, 4096) == 500

@@ -58,7 +58,9 @@ def _refuse(args: argparse.Namespace, asked: Asked) -> None:
 
 
 def make_machine(args: argparse.Namespace, profile: Profile) -> Machine:
-    known = profile.about.get("kv_tokens")
+    known, window = profile.about.get("kv_tokens"), args.draft_window
+    if window == "auto":
+        window = profile.about.get("draft_window")
     return Machine(
         profile=profile,
         max_running=args.max_running,
@@ -70,6 +72,7 @@ def make_machine(args: argparse.Namespace, profile: Profile) -> Machine:
         runs_ahead=not args.no_run_ahead,
         overlap=args.overlap,
         offload=args.offload,
+        draft_window=None if window in (None, "off") else int(window),
         noise=args.noise,
     )
 
@@ -94,6 +97,7 @@ def _about(args: argparse.Namespace, profile: Profile, machine: Machine) -> dict
         "runs_ahead": machine.runs_ahead,
         "overlap": machine.overlap,
         "offload": machine.offload,
+        "draft_window": machine.draft_window,
         "noise": machine.noise or None,
     }
 

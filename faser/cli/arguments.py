@@ -146,9 +146,9 @@ def _add_mechanisms(engine: argparse._ArgumentGroup) -> None:
 def add_draft_window(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument(
         "--draft-window", type=_draft_window, default="auto", metavar="auto|off|N",
-        help="a draft model attends to the first 4 tokens of a context and the last N: auto (1024 where contexts are "
-        "longer than those it was trained on, and on a CPU where they are much longer; default), off (the whole "
-        "context) or at least 64",
+        help="a draft (a model or a head) attends to the first 4 tokens of a context and the last N: auto (1024 where "
+        "contexts are longer than those it was trained on, and for a model on a CPU where they are much longer; "
+        "default), off (the whole context) or at least 64",
     )  # fmt: skip
 
 
@@ -508,7 +508,7 @@ def _add_simulated_machine(parser: argparse.ArgumentParser) -> None:
         help="a step computes no more prompt rows than fit into this time; 0: no bound; default: 50",
     )  # fmt: skip
     add("--max-model-len", type=int, default=4096, metavar="N", help="tokens of one request; default: 4096")
-    add("--kv-tokens", type=int, metavar="N", help="tokens in each KV pool; default: as in the profile")
+    add("--kv-tokens", type=int, metavar="N", help="tokens in the target's KV pool; default: as in the profile")
     add("--page-size", type=int, default=16, metavar="N", help="tokens in one KV page; default: 16")
     add("--no-run-ahead", action="store_true", help="plan a step only after the previous one has ended, as on a CPU")
     add(
@@ -519,6 +519,11 @@ def _add_simulated_machine(parser: argparse.ArgumentParser) -> None:
         "--offload", choices=("auto", "off"), default="off",
         help="give the draft's memory to the KV cache while pages are short; needs a profile with its sizes, and 16 "
         "--replicas at most; default: off",
+    )  # fmt: skip
+    add(
+        "--draft-window", type=_draft_window, default="auto", metavar="auto|off|N",
+        help="the draft sees the first 4 tokens of a context and the last N: auto (as it did when the profile was "
+        "measured; default), off (the whole context) or at least 64",
     )  # fmt: skip
     add("--noise", type=float, default=0.0, metavar="SHARE", help="spread of a step's seconds, e.g. 0.05; default: 0")
 

@@ -205,18 +205,18 @@ def _windows(fields: Fields, config: ModelConfig) -> tuple[int, ...]:
     elif config.family in ("qwen2", "qwen3") and fields.flag("use_sliding_window"):
         size = fields.integer("sliding_window", _QWEN_WINDOW, null=config.max_positions)
         first = 0 if fields.get("max_window_layers") == 0 else fields.integer("max_window_layers", _QWEN_FULL_LAYERS)
-        slides = _layer_types(fields) or [layer >= first for layer in layers]
+        slides = layer_slides(fields) or [layer >= first for layer in layers]
         if len(slides) != config.num_layers:
             raise fields.refuse(f"layer_types of {len(slides)} layers", f"expected a list of {config.num_layers} types")
     else:
-        if any(_layer_types(fields)):
+        if any(layer_slides(fields)):
             raise fields.refuse("layer_types with sliding_attention, without a window that is in use")
         return ()
     windows = tuple(size if slide and size < config.max_positions else 0 for slide in slides)
     return windows if any(windows) else ()
 
 
-def _layer_types(fields: Fields) -> list[bool]:
+def layer_slides(fields: Fields) -> list[bool]:
     """Which layers have a sliding window, if the config says so by layer; else an empty list."""
     layer_types = fields.get("layer_types") or []
     if not isinstance(layer_types, list):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from math import inf
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from faser.engine.reporter import Reporter
 from faser.engine.residency import Place, Residency
 from faser.engine.scheduler import Scheduler
 from faser.errors import ConfigError, RequestTooLong
-from faser.limits import Limits
+from faser.limits import DRAFT_SINKS, KeyWindow, Limits
 from faser.policy import make_policy
 from faser.policy.overlap import Overlap
 from faser.request import Progress
@@ -55,12 +54,13 @@ class Machine:
     max_batch_tokens: int = 4096
     max_step_ms: float = 0.0  # bounds the prompt rows of a step; 0: no bound
     max_model_len: int = 4096
-    kv_tokens: int | None = None  # of each pool; None: enough for max_running full requests
+    kv_tokens: int | None = None  # of the target's pool; None: enough for max_running full requests
     page_size: int = 16
     runs_ahead: bool = True  # the next step is planned while one runs
     noise: float = 0.0  # relative standard deviation of a step's seconds
     overlap: str = "off"  # drafting beside verification, if the profile has measured it
     offload: str = "off"  # auto: the draft's memory holds KV pages while they are short, if the profile has its sizes
+    draft_window: int | None = None  # tokens of a context that the draft sees behind its first ones; None: all
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_batch_tokens", "max_model_len", "kv_tokens", "page_size"):
@@ -78,16 +78,26 @@ class Machine:
             raise ConfigError(f"--noise {self.noise:g}: expected a share, from 0 to below 1")
         if self.offload not in ("auto", "off"):
             raise ConfigError(f"--offload {self.offload}: expected auto or off")
+        if self.draft_window is not None and self.draft_window < KeyWindow.LEAST_SIZE:
+            raise ConfigError(f"--draft-window {self.draft_window}: expected off or at least {KeyWindow.LEAST_SIZE}")
 
     @property
     def limits(self) -> Limits:
-        return Limits(self.max_running, self.max_batch_tokens, self.max_model_len)
+        window = None if self.draft_window is None else KeyWindow(self.draft_window, DRAFT_SINKS)
+        if window is not None and window.span >= self.max_model_len:
+            window = None
+        return Limits(self.max_running, self.max_batch_tokens, self.max_model_len, draft_window=window)
 
     @property
     def num_pages(self) -> int:
-        """Pages of each pool while the draft is resident."""
+        """Pages of the target while the draft is resident."""
         most = self._most_pages
         return most if self.kv_tokens is None else min(most, max(1, self.kv_tokens // self.page_size))
+
+    @property
+    def num_draft_pages(self) -> int:
+        """As many, or what the draft's windows need."""
+        return self.limits.draft_pages(self.num_pages, self.page_size)
 
     @property
     def _most_pages(self) -> int:
@@ -100,7 +110,7 @@ class Machine:
         residency = self.profile.residency
         if self.offload == "off" or residency is None:
             return 0
-        return min(residency.pages_gained(self.num_pages, self.page_size), self._most_pages - self.num_pages)
+        return min(residency.pages_gained(self.num_draft_pages, self.page_size), self._most_pages - self.num_pages)
 
     def check_size(self, num_prompt: int, num_output: int) -> None:
         """Raises RequestTooLong for a request that can never be served, like the scheduler."""
@@ -156,10 +166,11 @@ class _QuietReporter(Reporter):
 def make_replica(machine: Machine, policy: str, oracle: Oracle, seed: int = 0, watch: Watch | None = None) -> Replica:
     """Empty, at second 0, under a policy that has learned nothing. `seed` is that of the noise."""
     chosen, limits, time = make_policy(policy), machine.limits, VirtualTime()
-    cost = _SilentCost(machine.profile) if chosen.needs_cost else _IdleCost(machine.profile)
+    given = machine.profile, limits.draft_span
+    cost = _SilentCost(*given) if chosen.needs_cost else _IdleCost(*given)
     executor = SimExecutor(
         limits,
-        ProfiledCost(machine.profile),
+        ProfiledCost(*given),
         oracle,
         time,
         runs_ahead=machine.runs_ahead,
@@ -168,15 +179,13 @@ def make_replica(machine: Machine, policy: str, oracle: Oracle, seed: int = 0, w
     )
     speculates = chosen.max_length > 0
     gained = machine.pages_gained if speculates else 0
-    pool = partial(
-        PagePool, machine.num_pages, machine.page_size, machine.max_running, machine.max_model_len, caching=False
-    )
+    sizes = machine.page_size, machine.max_running, machine.max_model_len
     pacing = replace(GPU, row_sizes=machine.profile.prompts.sizes)
     scheduler = Scheduler(
         limits,
         chosen,
-        pool(most_pages=machine.num_pages + gained),
-        pool(),
+        PagePool(machine.num_pages, *sizes, caching=False, most_pages=machine.num_pages + gained),
+        PagePool(machine.num_draft_pages, *sizes, caching=False, window=limits.draft_window),
         speculates=speculates,
         prefix_caching=False,
         cost=cost if chosen.needs_cost else None,

@@ -1,6 +1,7 @@
 """The command, end to end, and without what it does not need."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -157,6 +158,7 @@ def test_neither_torch_nor_a_tokenizer_is_needed():
         (["--kv-tokens", "0"], "--kv-tokens 0: expected"),
         (["--max-step-ms", "-1"], "--max-step-ms -1: expected milliseconds"),
         (["--page-size", "-1"], "--page-size -1: expected"),
+        (["--draft-window", "63"], "--draft-window 63: expected off or at least 64"),
         (["--noise", "2"], "--noise 2: expected a share"),
         (["--replicas", "100", "--concurrency", "8"], "step by step, with 16 --replicas at most"),
         (["--replicas", "17", "--offload", "auto"], "--offload is simulated step by step"),
@@ -202,6 +204,15 @@ def test_a_shipped_profile_says_how_many_tokens_the_gpu_holds(path):
     about = load_profile(path.stem).about
     assert about["kv_tokens"] > 100_000
     assert {"device", "model", "draft"} <= about.keys()
+
+
+def test_the_window_is_the_one_that_is_given_or_that_of_the_profile(capsys, tmp_path):
+    path = tmp_path / "toy.json"
+    replace(PROFILE, about={**PROFILE.about, "draft_window": 96}).save(path)
+    given = [*TRAFFIC, "--profile", str(path), "--policies", "fixed:2", "--max-running", "8"]
+    for more, window in (([], 96), (["--draft-window", "80"], 80), (["--draft-window", "off"], None)):
+        _, document, _ = simulate(capsys, *given, *more)
+        assert document["about"]["draft_window"] == window
 
 
 def test_offload_is_asked_for_and_told(capsys):

@@ -714,8 +714,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(
         self, num_pages, num_draft_pages, max_running, spare_rows, agreement, caching, seed, kind, bound, windows
     ) -> None:
-        if kind in HEADS:  # a head has pages, and reads features of whole contexts
-            num_draft_pages, windows = num_draft_pages or 20, (None, None)
+        if kind in HEADS:  # a head has pages, and features stand under the target's table
+            num_draft_pages, windows = num_draft_pages or 20, (None, windows[1])
         self.world = World(
             RandomGuesses(5, seed),
             num_pages=num_pages,

@@ -14,6 +14,7 @@ from faser.request import FinishReason
 from tests.ahead import Ahead
 from tests.engine.test_residency import Moving, Place
 from tests.oracle import (
+    HEADS,
     SEED,
     RandomGuesses,
     SometimesOverlap,
@@ -55,10 +56,12 @@ def run(world: World, prompts, max_tokens: int = 40) -> None:
 
 @pytest.mark.parametrize("off", [0, 2, 7, 20])
 @pytest.mark.parametrize("caching", [False, True])
-def test_a_draft_holds_no_more_pages_than_its_window_needs(off, caching):
+@pytest.mark.parametrize("head", [None, *HEADS])
+def test_a_draft_holds_no_more_pages_than_its_window_needs(off, caching, head):
     policy = Pauses(off)
-    world = World(policy, draft_window=WINDOW, caching=caching, max_running=2, **SIZES)
-    most = WINDOW.most_pages(4, rows=4 + 3)
+    world = World(policy, draft_window=WINDOW, caching=caching, max_running=2, head=HEADS.get(head), **SIZES)
+    behind = 3 if head != "block head" else HEADS[head].block_rows
+    most = WINDOW.most_pages(4, rows=4 + behind)
     for i in range(2):
         world.add(make_request(str(i), [1, 2, i] * 16, 70))
     while world.scheduler.has_work:
@@ -125,7 +128,7 @@ def test_pages_of_a_draft_that_began_again_are_not_published():
     assert len(names) <= 1, "the page of the sinks at most"
 
 
-@pytest.mark.parametrize("kind", ["plain", "lookup", "overlap"])
+@pytest.mark.parametrize("kind", ["plain", "lookup", "overlap", *HEADS])
 @settings(max_examples=25)
 @given(
     seed=st.integers(0, 10_000),
@@ -138,7 +141,8 @@ def test_pages_of_a_draft_that_began_again_are_not_published():
 def test_planning_ahead_reads_no_page_that_has_gone(kind, seed, agreement, size, sinks, caching, num_draft_pages):
     window = KeyWindow(size, sinks)
     world = World(
-        RandomGuesses(4, seed), agreement=agreement, draft_window=window, target_window=KeyWindow(size), num_pages=40,
+        RandomGuesses(4, seed), agreement=agreement, draft_window=window,
+        target_window=None if kind in HEADS else KeyWindow(size), num_pages=40, head=HEADS.get(kind),
         num_draft_pages=num_draft_pages, max_model_len=64, max_batch_tokens=24, caching=caching,
         looks_up=kind == "lookup", overlap=SometimesOverlap(seed) if kind == "overlap" else None,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from faser.cost.profiled_cost import ProfiledCost
 from faser.engine.engine import AsyncExecutor, Engine
 from faser.engine.pages import PagePool
 from faser.engine.scheduler import Scheduler
+from faser.limits import KeyWindow
 from faser.policy import BatchView, Policy, make_policy
 from faser.policy.overlap import Overlap
 from faser.request import Request, SamplingParams
@@ -62,6 +63,45 @@ def test_drafts_are_paid_for_as_they_run(runs_ahead):
     assert record.end == pytest.approx(prompt + first + second, abs=1e-12)
     assert (record.drafted, record.accepted, record.steps) == (4, 4, 3)
     assert replica.engine.stats.draft_seconds == pytest.approx(0.012 + 0.005)
+
+
+def test_a_windowed_draft_reads_and_catches_up_with_no_more_than_its_window():
+    # 1 token from the prompt, 1 beside the sinks, 3 from a step that computes the window, 3 from one that kept up: 8
+    profile = replace(PROFILE, next_draft=Curve((1,), (0.002,), (1e-5,)))
+    workload = Workload((one(prompt=100, output=8),))
+    sizes = {"profile": profile, "max_batch_tokens": 128, "runs_ahead": False}
+    _, replica = simulate(workload, "fixed:2", Known([1]), draft_window=64, **sizes)
+    further = 0.002 + 68 * 1e-5
+    sinks, window, steady = 0.005 + 4 * 0.001, 0.005 + 64 * 0.001 + further, 0.003 + further
+    assert replica.engine.stats.draft_seconds == pytest.approx(sinks + window + steady)
+    assert replica.engine.scheduler.draft_pages.num_pages == 8 * KeyWindow(64, 4).most_pages(8, rows=9)
+    _, whole = simulate(workload, "fixed:2", Known([1]), **sizes)
+    expected = 0.005 + 101 * 0.001 + 0.002 + 101 * 1e-5 + 0.003 + 0.002 + 104 * 1e-5
+    assert whole.engine.stats.draft_seconds == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("policy", ["fixed:3", "faser"])
+def test_a_window_beyond_all_contexts_changes_nothing(policy):
+    workload = make_workload(20, rate=30.0)
+    runs = [simulate(workload, policy, Known([1, 1, 0]), draft_window=size)[0] for size in (None, 124)]
+    assert runs[0].records == runs[1].records
+
+
+@pytest.mark.parametrize("runs_ahead", [True, False])
+def test_all_tokens_come_with_a_window_and_few_pages(runs_ahead):
+    workload = make_workload(30, rate=40.0, prompt=80, output=30)
+    run, replica = simulate(
+        workload, "fixed:3", Known([1, 1, 0]), draft_window=64, kv_tokens=400, runs_ahead=runs_ahead
+    )
+    assert [record.num_tokens for record in run.records] == [item.max_tokens for item in workload.items]
+    assert sum(record.accepted for record in run.records) > 0
+    replica.engine.scheduler.check()
+
+
+def test_a_windowed_draft_of_a_context_larger_than_its_pool_drafts_in_every_step():
+    run, replica = simulate(Workload((one(output=117),)), "fixed:3", Known([1]), draft_window=64, max_running=1)
+    assert replica.engine.scheduler.draft_pages.num_pages * 8 < 4 + 117
+    assert run.records[0].steps == 1 + 116 / 4
 
 
 def test_steps_run_back_to_back_on_the_device():

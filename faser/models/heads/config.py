@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from faser.errors import ModelError
-from faser.models.config import ModelConfig
+from faser.models.config import ModelConfig, layer_slides
 from faser.models.fields import Fields, optional_id, read_object
 from faser.models.heads import fields as known_fields
 
@@ -117,7 +117,8 @@ def read_head_config(folder: str | Path) -> HeadConfig | None:
         return _read_eagle3(fields, _read_layers(data, fields.where, "llama"), norm_before_residual=False)
     if name in _DFLASH_NAMES or name in _DSPARK_NAMES:
         _refuse_unknown(fields, known_fields.BLOCK_OUTER | known_fields.LAYER)
-        return _read_block(fields, _read_layers(data, fields.where, "qwen3"), is_dspark=name in _DSPARK_NAMES)
+        layers = _read_layers(data, fields.where, "qwen3", _swa_size(fields))
+        return _read_block(fields, layers, is_dspark=name in _DSPARK_NAMES)
     return None
 
 
@@ -133,13 +134,28 @@ def _read_speculators(fields: Fields) -> HeadConfig:
     _refuse_unknown(inner, known_fields.LAYER)
     # What both objects may say: the outer one is the head's, the inner one often a copy of the target's.
     given = {key: fields.data[key] for key in sorted(outer) if fields.get(key) is not None}
-    layers = _read_layers({**inner.data, **given}, inner.where, "llama" if kind == "eagle3" else "qwen3")
+    merged = {**inner.data, **given}
+    layers = _read_layers(merged, inner.where, "llama" if kind == "eagle3" else "qwen3")
+    if any(layer_slides(Fields(merged, inner.where))):
+        _check_windows(fields, inner, kind)
     if kind == "eagle3":
         return _read_eagle3(fields, layers, norm_before_residual=True)
     return _read_block(fields, layers, is_dspark=kind == "dspark")
 
 
-def _read_layers(data: Mapping[str, Any], where: str, default_type: str) -> ModelConfig:
+def _check_windows(fields: Fields, inner: Fields, kind: str) -> None:
+    """Refuse what the two objects give differently, and block heads.
+
+    Those of speculators are causal in sliding layers, or their windows count from the anchor.
+    """
+    if kind != "eagle3":
+        raise inner.refuse(f"sliding_attention in a {kind} head of speculators")
+    for key in ("layer_types", "sliding_window"):
+        _holder(fields, inner, key)
+
+
+def _read_layers(data: Mapping[str, Any], where: str, default_type: str, swa_size: int | None = None) -> ModelConfig:
+    """`swa_size`: the sliding window as DSpark heads name it."""
     fields = Fields(data, where)
     model_type = data.get("model_type") or default_type
     if model_type not in _FAMILIES:
@@ -148,10 +164,27 @@ def _read_layers(data: Mapping[str, Any], where: str, default_type: str) -> Mode
     theta = rope.get("rope_theta") if isinstance(rope, dict) else None
     if model_type == "qwen3" and data.get("rope_theta") is None and theta is None:
         raise fields.wrong("rope_theta", None, "a positive number, for which programs assume different defaults")
-    layers = ModelConfig.from_dict({**data, "architectures": [_FAMILIES[model_type]]}, where=where)
-    if layers.windows or fields.flag("use_sliding_window"):
-        raise fields.refuse("use_sliding_window or sliding_attention (a head with a sliding window)")
-    return replace(layers, tie_embeddings=False, eos_token_ids=(), bos_token_id=None)
+    plain = {key: value for key, value in data.items() if key not in ("layer_types", "use_sliding_window")}
+    layers = ModelConfig.from_dict({**plain, "architectures": [_FAMILIES[model_type]]}, where=where)
+    windows = _windows(fields, layers, swa_size)
+    return replace(layers, tie_embeddings=False, eos_token_ids=(), bos_token_id=None, windows=windows)
+
+
+def _windows(fields: Fields, layers: ModelConfig, swa_size: int | None) -> tuple[int, ...]:
+    """By layer, as in ModelConfig. Heads of every family name their sliding layers, whatever its models do."""
+    slides = layer_slides(fields) or [swa_size is not None] * layers.num_layers
+    if not any(slides):
+        for key, is_on in (("use_sliding_window", fields.flag("use_sliding_window")), ("use_swa", swa_size)):
+            if is_on:
+                raise fields.refuse(f"{key} without sliding_attention in layer_types")
+        return ()
+    if len(slides) != layers.num_layers:
+        raise fields.wrong("layer_types", fields.get("layer_types"), f"the types of {layers.num_layers} layers")
+    if swa_size is None and (fields.get("sliding_window") is None or not fields.flag("use_sliding_window", True)):
+        raise fields.refuse("sliding_attention in layer_types without a sliding_window that is in use")
+    size = swa_size or fields.integer("sliding_window")
+    windows = tuple(size if slide and size < layers.max_positions else 0 for slide in slides)
+    return windows if any(windows) else ()
 
 
 # ---- EAGLE-3 ----
@@ -204,15 +237,19 @@ def _read_block(fields: Fields, layers: ModelConfig, is_dspark: bool) -> HeadCon
     def holder(key: str) -> Fields:
         return _holder(fields, nested, key)
 
-    for key in ("causal", "is_causal", "use_swa"):
+    for key in ("causal", "is_causal"):
         if holder(key).flag(key):
-            raise holder(key).refuse(f"{key} (a block that is causal or has a sliding window)")
+            raise holder(key).refuse(f"{key} (a block that is causal)")
+    if any(layer_slides(fields)) and all(holder(key).get(key) is None for key in ("causal", "is_causal")):
+        raise fields.refuse("sliding_attention in layer_types without is_causal, for which programs differ")
     if not holder("use_aux_hidden_state").flag("use_aux_hidden_state", True):
         raise holder("use_aux_hidden_state").refuse("use_aux_hidden_state=false")
     block_size = fields.integer("block_size")
     anchor_predicts = _anchor_predicts(fields, holder("sample_from_anchor"), block_size, is_dspark)
     if block_size == 1 and not anchor_predicts:
         raise fields.wrong("block_size", block_size, "at least 2, where the anchor predicts nothing")
+    if any(0 < size < block_size for size in layers.windows):
+        raise fields.refuse(f"block_size={block_size} with sliding windows of {max(layers.windows)} tokens")
     rank = _markov_rank(holder("markov_rank"), holder("markov_head_type"), is_dspark)
     confidence = holder("enable_confidence_head").flag("enable_confidence_head")
     reads_markov = holder("confidence_head_with_markov").flag("confidence_head_with_markov", default=rank > 0)
@@ -232,6 +269,13 @@ def _read_block(fields: Fields, layers: ModelConfig, is_dspark: bool) -> HeadCon
         confidence=confidence,
         confidence_with_markov=with_markov,
     )
+
+
+def _swa_size(fields: Fields) -> int | None:
+    nested = _inner(fields, "dflash_config", optional=True)
+    if not _holder(fields, nested, "use_swa").flag("use_swa"):
+        return None
+    return _holder(fields, nested, "swa_window_size").integer("swa_window_size")
 
 
 def _same_names(nested: Fields) -> Fields:

@@ -123,7 +123,8 @@ def _make_drafter(parts: Parts, draft_pages: HostBlock, target: ModelRunner) -> 
         )
     assert draft is not None
     pages = pages_over(draft_pages.bytes, draft.config, parts.page_size, draft.dtype)
-    runner = HeadRunner(draft, pages, parts.limits.max_running, parts.limits.max_model_len, target)
+    limits = parts.limits
+    runner = HeadRunner(draft, pages, limits.max_running, limits.max_model_len, target, limits.draft_window)
     if isinstance(draft, Eagle3Head):
         return Eagle3Drafter(runner, draft, *rest)
     assert isinstance(draft, BlockHead)

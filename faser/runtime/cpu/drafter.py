@@ -97,9 +97,7 @@ class ChainDrafter(SamplingDrafter, ABC):
     def _logits(self, hidden: torch.Tensor, wanted: IntArray) -> torch.Tensor: ...
 
     def draft(self, plan: StepPlan) -> Drafts:
-        self._runner.apply(plan.draft_pages)
-        if plan.draft_first is not None:
-            self._runner.begin_again(plan.draft_first)
+        self._runner.follow(plan)
         start = np.maximum(plan.draft_start, self.first_row)
         counts = np.where(plan.draft_rows > 0, np.maximum(plan.draft_start + plan.draft_rows - start, 0), 0)
         runs = np.flatnonzero(counts)
@@ -195,7 +193,7 @@ class BlockDrafter(SamplingDrafter):
         self._head = head
 
     def draft(self, plan: StepPlan) -> Drafts:
-        self._runner.apply(plan.draft_pages)
+        self._runner.follow(plan)
         self._begin(plan)
         with self._runner.timed():
             self._read_context(plan)

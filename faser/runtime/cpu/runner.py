@@ -27,7 +27,7 @@ from faser.models.heads import DraftHead
 from faser.models.layers import rotate
 from faser.models.transformer import Attend, Decoder, Transformer
 from faser.runtime.cpu.positions import RotaryPositions
-from faser.step import Admission, KeyStarts, KvCopies, PageMoves, PageWrites
+from faser.step import Admission, KeyStarts, KvCopies, PageMoves, PageWrites, StepPlan
 
 SHORT_ROWS = 16  # a request with more rows is a group of its own
 SPARE_PAGES = 64  # pages of padding that a group may always have; beyond it, at most half of its pages may be padding
@@ -106,12 +106,27 @@ class FeaturePages:
 class Runner:
     """The pages and the page table of one model, and the seconds of its forwards until `take_seconds`."""
 
-    def __init__(self, model: Decoder, pages: torch.Tensor, max_slots: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        pages: torch.Tensor,
+        max_slots: int,
+        max_tokens: int,
+        window: KeyWindow | None = None,
+    ) -> None:
+        """`window`: what every layer sees of a context, instead of what the model's config says."""
         self._model = model
+        self._windows = (window,) * model.num_layers if window is not None else model.config.layer_windows
         self._seconds = 0.0
         self._pages = pages  # of `pages_over`
         self._table: IntArray = np.zeros((max_slots, -(-max_tokens // pages.shape[2])), dtype=np.int64)
         self._first: IntArray = np.zeros(max_slots, dtype=np.int64)  # keys between the sinks and here do not exist
+
+    def follow(self, plan: StepPlan) -> None:
+        """Take in what a step changes of a draft's pages."""
+        self.apply(plan.draft_pages)
+        if plan.draft_first is not None:
+            self.begin_again(plan.draft_first)
 
     def begin_again(self, starts: KeyStarts) -> None:
         self._first[starts.slots] = starts.positions
@@ -142,9 +157,15 @@ class HeadRunner(Runner):
     """A draft head on the CPU. `features` gives the target's features of tokens, by slot and position."""
 
     def __init__(
-        self, head: DraftHead, pages: torch.Tensor, max_slots: int, max_tokens: int, target: ModelRunner
+        self,
+        head: DraftHead,
+        pages: torch.Tensor,
+        max_slots: int,
+        max_tokens: int,
+        target: ModelRunner,
+        window: KeyWindow | None = None,
     ) -> None:
-        super().__init__(head, pages, max_slots, max_tokens)
+        super().__init__(head, pages, max_slots, max_tokens, window)
         self._target = target
 
     def features(self, owners: IntArray, positions: IntArray) -> torch.Tensor:
@@ -153,7 +174,10 @@ class HeadRunner(Runner):
 
     def attention(self, rows: Rows, first_key: int = 0, sees_all: bool = False) -> CpuAttention:
         """`sees_all`: a row sees all rows of its request, not only those before it."""
-        return CpuAttention(self._model, self._pages, self._table, rows, first_key, sees_all)
+        return CpuAttention(
+            self._model, self._pages, self._table, rows, first_key, sees_all, windows=self._windows,
+            first=self._first[rows.slots],
+        )  # fmt: skip
 
     def write_kv(self, rows: Rows, layer: int, kv: torch.Tensor) -> None:
         """Store keys, which are not rotated, and values: kv [R, 2 * num_kv_heads, head_dim]."""
@@ -175,9 +199,7 @@ class ModelRunner(Runner):
         window: KeyWindow | None = None,
         attention: Callable[..., CpuAttention] | None = None,
     ) -> None:
-        """`window`: what every layer sees of a context, instead of what the model's config says."""
-        super().__init__(model, pages, max_slots, max_tokens)
-        self._windows = (window,) * model.num_layers if window is not None else model.config.layer_windows
+        super().__init__(model, pages, max_slots, max_tokens, window)
         self.model = model
         self.features = features
         self._make_attention = attention or CpuAttention

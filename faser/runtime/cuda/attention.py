@@ -263,7 +263,7 @@ def attend(
     """Causal attention of the rows of the tiles to their requests' keys from first_key on, into out.
 
     With `sees_all` it is not causal: a row sees all rows of its request. With `windowed` a row sees the sinks and a
-    window; the page table may have anything where no row sees a key.
+    window (with `sees_all` the rows behind it too); the page table may have anything where no row sees a key.
 
     qkv [R, num_heads + 2 * num_kv_heads, head_dim], contiguous, its queries rotated; pages [num_pages, page_size,
     2 * num_kv_heads, head_dim], the step's own keys and values already in them; table [slots, columns] int32; out [R,
@@ -279,7 +279,6 @@ def attend(
     num_heads, num_kv_heads = all_heads - kv_entry, kv_entry // 2
     assert all(each.is_contiguous() for each in (qkv, pages, out))
     assert table.stride(1) == 1
-    assert windowed is None or not (first_key or sees_all)
     window, starts, cos, sin, unturned = None, None, None, None, 1.0
     if windowed is not None:
         window, starts = windowed.window, windowed.starts

@@ -161,34 +161,36 @@ def attend_kernel(
     total = tl.zeros([block_m, block_n], tl.float32) if deferred else tl.zeros([block_m], tl.float32)
     acc = tl.zeros([block_m, block_d], tl.float32)
     clear = low  # keys from here to `clear` are seen by every row
-    row_position = position + row
+    # [block_m] the first key of each row's window, and the last that it sees
+    row_first = position + row - window + 1
+    row_last = position + row
     if sees_all:
-        row_position = tl.zeros_like(row) + end - 1
+        row_last = tl.zeros_like(row) + end - 1
     if sinks > 0 and split == 0:
         near = _turn_back(
-            q, qkv, q_at, row_position, valid, real, cos, sin, unturned, window + sinks - 1, head_dim, block_d
+            q, qkv, q_at, position + row, valid, real, cos, sin, unturned, window + sinks - 1, head_dim, block_d
         )
         last = tl.minimum(sinks, end)
         acc, total, peak = _scan(
-            acc, total, peak, near, columns, keys, 0, last, last, row_position, scale, 0, entry,
-            num_kv_heads, head_dim, page_size, block_n, block_d, True, deferred, 0, -1,
+            acc, total, peak, near, columns, keys, 0, last, last, row_first, row_last, scale, 0, entry,
+            num_kv_heads, head_dim, page_size, block_n, block_d, True, deferred, first_key, -1,
         )  # fmt: skip
     if block_m >= 64 and first_key == 0:  # where arithmetic counts, keys that every row sees take a loop without masks
         if window > 0:  # before these, keys that some rows see no more
             unclear = tl.maximum(visible, end - window)
             unclear = tl.maximum(low, tl.minimum(high, begin + tl.cdiv(unclear - begin, block_n) * block_n))
             acc, total, peak = _scan(
-                acc, total, peak, q, columns, keys, low, unclear, end, row_position, scale, visible, entry,
+                acc, total, peak, q, columns, keys, low, unclear, end, row_first, row_last, scale, visible, entry,
                 num_kv_heads, head_dim, page_size, block_n, block_d, True, deferred, first_key, window,
             )  # fmt: skip
             low = unclear
         clear = tl.maximum(low, tl.minimum(high, (position + 1) // block_n * block_n))
         acc, total, peak = _scan(
-            acc, total, peak, q, columns, keys, low, clear, end, row_position, scale, visible, entry,
+            acc, total, peak, q, columns, keys, low, clear, end, row_first, row_last, scale, visible, entry,
             num_kv_heads, head_dim, page_size, block_n, block_d, False, deferred, first_key, window,
         )  # fmt: skip
     acc, total, peak = _scan(
-        acc, total, peak, q, columns, keys, clear, high, end, row_position, scale, visible, entry,
+        acc, total, peak, q, columns, keys, clear, high, end, row_first, row_last, scale, visible, entry,
         num_kv_heads, head_dim, page_size, block_n, block_d, True, deferred, first_key, window,
     )  # fmt: skip
     if deferred:
@@ -235,14 +237,15 @@ def _turn_back(
 
 @triton.jit
 def _scan(
-    acc, total, peak, q, columns, keys, low, high, end, row_position, scale, visible,
+    acc, total, peak, q, columns, keys, low, high, end, row_first, row_last, scale, visible,
     entry: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, page_size: tl.constexpr,
     block_n: tl.constexpr, block_d: tl.constexpr, masked: tl.constexpr, deferred: tl.constexpr,
     first_key: tl.constexpr, window: tl.constexpr,
 ):  # fmt: skip
     """Flash attention's loop over keys low to high - 1. Pages are looked up one block ahead of their use.
 
-    With a window, a row sees `window` keys up to its own, from `visible` on; if `window` is negative, all before `end`.
+    A row sees keys up to row_last; with a window those from row_first and from `visible` on; if `window` is negative,
+    all before `end`.
     """
     dim = tl.arange(0, block_d)
     n = low + tl.arange(0, block_n)
@@ -262,11 +265,11 @@ def _scan(
             k = tl.load(key_at, mask=written, other=0.0).to(q.dtype)
             v = tl.load(value_at, mask=written, other=0.0).to(q.dtype)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            seen = n[None, :] <= row_position[:, None]
+            seen = n[None, :] <= row_last[:, None]
             if first_key > 0:
                 seen = seen & (n >= first_key)[None, :]
             if window > 0:
-                seen = seen & (n >= visible)[None, :] & (n[None, :] > row_position[:, None] - window)
+                seen = seen & (n >= visible)[None, :] & (n[None, :] >= row_first[:, None])
             if window < 0:
                 seen = seen & (n < end)[None, :]
             scores = tl.where(seen, scores, FAR)

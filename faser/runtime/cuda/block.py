@@ -40,7 +40,8 @@ class CudaBlock(CudaModel):
         self, head: BlockHead, slots: Slots, limits: Limits, page_size: int, lanes: Lanes, target: CudaModel
     ) -> None:
         most = limits.max_batch_tokens + limits.max_running * (head.head_config.num_block_rows - 1)
-        super().__init__(head, slots, replace(limits, max_batch_tokens=most), page_size, lanes, writes=True)
+        limits = replace(limits, max_batch_tokens=most)
+        super().__init__(head, slots, limits, page_size, lanes, writes=True, window=limits.draft_window)
         assert target.features is not None
         self.block = head
         self._features = target.features

@@ -35,7 +35,7 @@ class CudaEagle3(CudaModel):
     def __init__(
         self, head: Eagle3Head, slots: Slots, limits: Limits, page_size: int, lanes: Lanes, target: CudaModel
     ) -> None:
-        super().__init__(head, slots, limits, page_size, lanes, writes=True)
+        super().__init__(head, slots, limits, page_size, lanes, writes=True, window=limits.draft_window)
         assert target.features is not None
         self._head = head
         self._features: CudaFeatures = target.features

@@ -61,6 +61,13 @@ class Checkpoint:
         mixed = (scores.softmax(-1) @ values).transpose(0, 1).flatten(1)
         return self.linear(mixed, prefix + "self_attn.o_proj")
 
+    def window(self, layer: int) -> int:
+        """Keys that a row of a layer sees on each side, its own included; more than there are where it sees all."""
+        dflash = self.outer.get("dflash_config") or {}
+        size = dflash.get("swa_window_size") or self.sizes.get("sliding_window")
+        types = self.sizes.get("layer_types") or [f"{'sliding' if dflash.get('use_swa') else 'full'}_attention"] * 99
+        return size if types[layer] == "sliding_attention" else 10**6
+
     def mlp(self, prefix: str, x: Tensor) -> Tensor:
         gate, up = self.linear(x, prefix + "mlp.gate_proj"), self.linear(x, prefix + "mlp.up_proj")
         return self.linear(torch.nn.functional.silu(gate) * up, prefix + "mlp.down_proj")
@@ -103,7 +110,7 @@ def _eagle3_pass(file: Checkpoint, tokens: Tensor, states: Tensor) -> tuple[Tens
     queries = file.heads(x, attention + "q_proj", attention + "q_norm", positions)
     keys = file.heads(x, attention + "k_proj", attention + "k_norm", positions)
     values = file.heads(x, attention + "v_proj", None, None)
-    causal = torch.ones(len(tokens), len(tokens)).tril().bool()
+    causal = torch.ones(len(tokens), len(tokens)).tril().triu(1 - file.window(0)).bool()
     hidden = residual + file.attention(prefix, queries, keys, values, causal)
     hidden = hidden + file.mlp(prefix, file.norm(hidden, prefix + "post_attention_layernorm"))
     normed_hidden = file.norm(hidden, "norm")
@@ -126,7 +133,8 @@ def block_hidden(file: Checkpoint, features: Tensor, block_ids: Tensor, mask_row
         queries = file.heads(normed, attention + "q_proj", attention + "q_norm", positions[n:])
         keys = file.heads(both, attention + "k_proj", attention + "k_norm", positions)
         values = file.heads(both, attention + "v_proj", None, None)
-        hidden = hidden + file.attention(prefix, queries, keys, values, torch.ones(rows, n + rows).bool())
+        seen = (positions[n:, None] - positions).abs() < file.window(index)
+        hidden = hidden + file.attention(prefix, queries, keys, values, seen)
         hidden = hidden + file.mlp(prefix, file.norm(hidden, prefix + "post_attention_layernorm"))
     return file.norm(hidden, "norm")
 

@@ -63,6 +63,7 @@ class DenseCache:
             self.store(layer, qkv[:, num_heads:], positions)
             keys, values = torch.cat(self.keys[layer]), torch.cat(self.values[layer])
             mask = torch.arange(len(keys)) <= positions[:, None]
+            mask &= self._window(layer, positions, len(keys))
             return _attention(self._rotated(qkv[:, :num_heads], positions), keys, values, mask)
 
         return attend
@@ -75,10 +76,14 @@ class DenseCache:
             queries, keys, values = qkv.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
             keys = torch.cat((*self.keys[layer], self._rotated(keys, positions)))
             values = torch.cat((*self.values[layer], values))
-            mask = torch.ones(len(qkv), len(keys)).bool()
+            mask = self._window(layer, positions, len(keys))
             return _attention(self._rotated(queries, positions), keys, values, mask)
 
         return attend
+
+    def _window(self, layer: int, positions: Tensor, num_keys: int) -> Tensor:
+        window = self.head.config.layer_windows[layer]
+        return torch.arange(num_keys) > positions[:, None] - (num_keys + 1 if window is None else window.size)
 
     def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         return rotate(x.clone(), self.head.cos[positions, None], self.head.sin[positions, None])
@@ -139,6 +144,11 @@ def edit_config(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     data = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({key: value for key, value in data.items() if value is not ...}))
+
+
+def edit_dflash_config(folder: Path, **changes: Any) -> None:
+    inner = json.loads((folder / "config.json").read_text())["dflash_config"]
+    edit_config(folder, dflash_config={**inner, **changes})
 
 
 def edit_tensors(folder: Path, **changes: Tensor | None) -> None:

@@ -120,6 +120,39 @@ def test_eagle3_on_a_target_of_another_width(tmp_path):
     check_eagle3(tmp_path, target, config)
 
 
+@pytest.mark.parametrize("form", ["raw", "speculators"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_eagle3_with_a_sliding_window(tmp_path, target, form, family):
+    layers = rig.replace(rig.eagle3_config().layers, family=family, qk_norm=family == "qwen3")
+    config = rig.eagle3_config(layers=layers)
+    write_head(Eagle3Head.random(config, target, seed=1, std=0.2), tmp_path)
+    rig.edit_config(tmp_path, layer_types=["sliding_attention"], sliding_window=4)
+    if form == "speculators":
+        rig.to_speculators(tmp_path, "eagle3")
+    check_eagle3(tmp_path, target, rig.replace(config, layers=rig.replace(layers, windows=(4,))))
+
+
+SLIDES = ["sliding_attention"]
+SLIDING = {
+    "all layers": (SLIDES * 2, {"sliding_window": 6, "use_sliding_window": True, "is_causal": False}, (6, 6)),
+    "some layers": (["full_attention", *SLIDES], {"sliding_window": 6, "is_causal": False}, (0, 6)),
+    "as DSpark says": ([*SLIDES, "full_attention"], {"use_sliding_window": False, "causal": False}, (6, 0)),
+    "as DSpark says of all": (..., {}, (6, 6)),
+}
+
+
+@pytest.mark.parametrize("name", SLIDING)
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_block_heads_with_sliding_windows(tmp_path, target, kind, name):
+    config = rig.block_config(**({} if kind == "dflash" else rig.DSPARK))
+    write_head(BlockHead.random(config, target, seed=1, std=0.2), tmp_path)
+    layer_types, changes, windows = SLIDING[name]
+    rig.edit_config(tmp_path, layer_types=layer_types, **changes)
+    if "DSpark" in name:
+        rig.edit_dflash_config(tmp_path, use_swa=True, swa_window_size=6)
+    check_block(tmp_path, target, rig.replace(config, layers=rig.replace(config.layers, windows=windows)))
+
+
 def test_speculators_norm_before_the_residual_unless_they_say_otherwise(tmp_path, target):
     config = rig.eagle3_config(norm_before_residual=True)
     write_head(Eagle3Head.random(config, target, seed=1, std=0.2), tmp_path)

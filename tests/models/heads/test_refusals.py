@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -22,11 +23,14 @@ def target() -> Transformer:
 @pytest.fixture(scope="module")
 def written(target, tmp_path_factory):
     """A folder of each format."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("eagle3", "speculators", "dflash", "dspark")}
+    names = ("eagle3", "speculators", "dflash", "spec dflash", "dspark")
+    folders = {name: tmp_path_factory.mktemp(name) for name in names}
     for name in ("eagle3", "speculators"):
         write_head(Eagle3Head.random(rig.eagle3_config(draft_vocab_size=20), target, seed=1), folders[name])
     rig.to_speculators(folders["speculators"], "eagle3")
-    write_head(BlockHead.random(rig.block_config(), target, seed=1), folders["dflash"])
+    for name in ("dflash", "spec dflash"):
+        write_head(BlockHead.random(rig.block_config(), target, seed=1), folders[name])
+    rig.to_speculators(folders["spec dflash"], "dflash")
     write_head(BlockHead.random(rig.block_config(**rig.DSPARK), target, seed=1), folders["dspark"])
     return folders
 
@@ -45,6 +49,8 @@ def folder(written, tmp_path):
 
 DFLASH = {"mask_token_id": 7, "target_layer_ids": [1, 2, 6]}
 
+SLIDING = ["sliding_attention", "sliding_attention"]
+
 UNSUPPORTED = [
     ("eagle3", {"num_hidden_layers": 2}, "num_hidden_layers=2"),
     ("eagle3", {"bias": True}, "bias"),
@@ -60,10 +66,19 @@ UNSUPPORTED = [
     ("speculators", {"mask_token_id": 7}, "mask_token_id=7"),
     ("dflash", {"dflash_config": {**DFLASH, "causal": True}}, "causal"),
     ("dflash", {"is_causal": True}, "is_causal"),
-    ("dflash", {"dflash_config": {**DFLASH, "use_swa": True, "swa_window_size": 128}}, "use_swa"),
+    ("dflash", {"dflash_config": {**DFLASH, "use_swa": True, "swa_window_size": 128}}, "use_swa without sliding"),
     ("dflash", {"dflash_config": {**DFLASH, "attention_sink_bias": True}}, "attention_sink_bias"),
-    ("dflash", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-    ("dflash", {"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window"),
+    ("dflash", {"layer_types": ["full_attention", "sliding_attention"]}, "without a sliding_window that is in use"),
+    ("dflash", {"layer_types": SLIDING, "sliding_window": 9, "use_sliding_window": False}, "that is in use"),
+    ("dflash", {"layer_types": SLIDING, "sliding_window": 4, "is_causal": False}, "block_size=5 with sliding windows"),
+    ("dflash", {"layer_types": SLIDING, "sliding_window": 9}, "without is_causal, for which programs differ"),
+    ("dflash", {"layer_types": SLIDING, "sliding_window": 10**6}, "without is_causal, for which programs differ"),
+    ("dflash", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types with chunked_attention"),
+    ("dflash", {"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window without sliding_attention"),
+    ("eagle3", {"layer_types": ["sliding_attention"]}, "without a sliding_window that is in use"),
+    ("speculators", {"layer_types": ["sliding_attention"], "sliding_window": None}, "that is in use"),
+    ("spec dflash", {"layer_types": SLIDING, "sliding_window": 9}, "sliding_attention in a dflash head of speculators"),
+    ("spec dflash", {"layer_types": SLIDING, "sliding_window": 10**6}, "in a dflash head of speculators"),
     ("dflash", {"selector_top_k": 4}, "selector_top_k=4"),
     ("dflash", {"model_type": "gemma4_text"}, "model_type='gemma4_text'"),
     ("dflash", {"dflash_config": {**DFLASH, "projector_type": "domino"}}, "projector_type='domino'"),
@@ -92,6 +107,7 @@ WRONG = [
     ("eagle3", {"norm_output": "yes"}, "norm_output='yes'"),
     ("eagle3", {"hidden_size": ...}, "hidden_size"),
     ("speculators", {"transformer_layer_config": ...}, "transformer_layer_config"),
+    ("eagle3", {"layer_types": SLIDING, "sliding_window": 9}, "expected the types of 1 layers"),
     ("dflash", {"block_size": ...}, "block_size"),
     ("dflash", {"block_size": 1}, "block_size=1"),
     ("dflash", {"rope_theta": ...}, "rope_theta"),
@@ -113,6 +129,19 @@ def test_a_wrong_field_is_named(folder, form, changes, named):
     with pytest.raises(ModelError) as refusal:
         read_head_config(path)
     assert named in str(refusal.value)
+
+
+def test_a_window_that_two_objects_give_differently_is_wrong(folder):
+    path = folder("speculators")
+    inner = json.loads((path / "config.json").read_text())["transformer_layer_config"]
+    inner |= {"layer_types": ["sliding_attention"], "sliding_window": 8}
+    rig.edit_config(path, transformer_layer_config=inner)
+    head = read_head_config(path)
+    assert head is not None
+    assert head.layers.windows == (8,)
+    rig.edit_config(path, sliding_window=9)
+    with pytest.raises(ModelError, match="sliding_window=8: expected 9"):
+        read_head_config(path)
 
 
 def test_fields_that_switch_something_off_or_say_nothing_pass(folder):

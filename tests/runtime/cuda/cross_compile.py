@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,6 +73,7 @@ def attend_with(
     block_m: int = 16,
     dtype: torch.dtype = torch.bfloat16,
     head_dim: int = 16,
+    **more: Any,
 ) -> None:
     """Rows of two heads over pages of 4."""
     config = AttentionConfig(rows_per_tile, block_m, 16, num_splits, num_splits, 16, 4, 2)
@@ -80,20 +82,25 @@ def attend_with(
     tiles = Tiles(*(counts[:num_tiles] for _ in range(6)), counts[num_tiles : num_tiles + 1])
     workspace = Memory("cpu").workspace(config, 8, num_tiles, 2, 1, head_dim)
     table = torch.zeros(4, 16, dtype=torch.int32)
-    attend(qkv, pages, table, tiles, rows(2 * head_dim), workspace, config, windowed=windowed)
+    attend(qkv, pages, table, tiles, rows(2 * head_dim), workspace, config, windowed=windowed, **more)
+
+
+HEADS = ({"first_key": 1}, {"sees_all": True})
 
 
 def windows() -> list[Callable[[], None]]:
-    """A draft with sinks and a target without, in small tiles and in large ones."""
+    """A draft with sinks and a target without, in small tiles and in large ones; heads of both kinds."""
     starts, turns = torch.zeros(4, dtype=torch.int32), torch.zeros(64, 8)
     draft = Windowed(KeyWindow(24, 4), starts, turns, turns, 1.0)
     target = Windowed(KeyWindow(24), None, turns, turns, 1.0)
     shapes = [(1, 1, 1, 16), (8, 3, 1, 16), (32, 3, 1, 64)]
-    return [
+    of_models = [
         partial(attend_with, rows, splits, tiles, each, block)
         for each in (draft, target)
         for rows, splits, tiles, block in shapes
     ]
+    of_heads = [partial(attend_with, *shape, draft, **seen) for shape in [(1, 1, 1), (8, 3, 1)] for seen in HEADS]
+    return of_models + of_heads
 
 
 def uneven_heads() -> list[Callable[[], None]]:

@@ -434,7 +434,7 @@ def test_the_chosen_tile_holds_its_rows_and_splits_fill_the_device(dtype, head_d
 YARN = Rope(500.0, "yarn", 4.0, 32, attention_factor=1.3)
 
 
-def windowed_attend(step, windowed):
+def windowed_attend(step, windowed, first_key=0, sees_all=False):
     """As plain_attend, with the keys of each row's window, and queries that turn back to the sinks."""
     shape, window = step.shape, windowed.window
     out = torch.zeros(step.num_rows, shape.num_heads, shape.head_dim)
@@ -442,12 +442,13 @@ def windowed_attend(step, windowed):
     cos, sin = (each.cpu() / windowed.factor for each in (windowed.cos, windowed.sin))
     for row, request, position in step.rows():
         start = 0 if windowed.starts is None else int(windowed.starts[step.slots[request]])
-        run = range(max(window.sinks, position - window.size + 1, start), position + 1)
+        end = int(step.start[request] + step.counts[request]) if sees_all else position + 1
+        run = range(max(window.sinks, position - window.size + 1, start, first_key), end)
         near = qkv[row, : shape.num_heads].clone()
         if window.sinks:
             back = max(0, position - (window.span - 1))
             rotate(near[None], cos[back][None, None], -sin[back][None, None])
-        keys = [*range(min(window.sinks, position + 1)), *run]
+        keys = [*range(first_key, min(window.sinks, end)), *run]
         seen = torch.stack([pages[step.entry(request, key)] for key in keys])
         is_sink = torch.tensor([key < window.sinks for key in keys])
         for head in range(shape.num_heads):
@@ -458,7 +459,7 @@ def windowed_attend(step, windowed):
     return out.flatten(1)
 
 
-def assert_attends_windowed(step, config, window, starts=None, rounded=False):
+def assert_attends_windowed(step, config, window, starts=None, rounded=False, **more):
     """What no row sees is another request's, or has no page."""
     device = step.qkv.device
     cos, sin = rope_tables(YARN, step.shape.head_dim, COLUMNS * PAGE_SIZE, device)
@@ -477,9 +478,9 @@ def assert_attends_windowed(step, config, window, starts=None, rounded=False):
     if rounded:
         step = replace(step, pages=rounded_pages(step.pages))
         plain = replace(step, pages=dequantised(step.pages))
-    found = attend(step, config, windowed=windowed, kv_scales=scales).float().cpu()
+    found = attend(step, config, windowed=windowed, kv_scales=scales, **more).float().cpu()
     tolerance = TOLERANCE[step.qkv.dtype]
-    torch.testing.assert_close(found, windowed_attend(plain, windowed), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(found, windowed_attend(plain, windowed, **more), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("window", [KeyWindow(9, 3), KeyWindow(20), KeyWindow(90, 5)])
@@ -513,3 +514,16 @@ def test_keys_before_a_new_beginning_do_not_exist(place, num_splits):
     for request, begin in enumerate([52, 75, 0, 0]):
         starts[step.slots[request]] = begin
     assert_attends_windowed(step, config_of(Shape(), 4, num_splits), KeyWindow(24, 3), starts)
+
+
+@pytest.mark.parametrize("window", [KeyWindow(9, 3), KeyWindow(20), KeyWindow(90, 5)])
+@pytest.mark.parametrize("seen", [{"first_key": 1}, {"sees_all": True}], ids=["no key 0", "blocks"])
+@pytest.mark.parametrize(("rows_per_tile", "num_splits"), [(4, 1), (16, 3)])
+def test_rows_of_heads_attend_to_sinks_and_windows_alone(place, window, seen, rows_per_tile, num_splits):
+    step = make_step(Shape(), [(60, 7), (75, 16), (30, 1), (1, 5)], place)
+    if "first_key" in seen:
+        for request in range(len(step.requests)):
+            step.pages[step.entry(request, 0)] = torch.nan
+    starts = [0] * NUM_SLOTS
+    starts[step.slots[0]] = 52
+    assert_attends_windowed(step, config_of(Shape(), rows_per_tile, num_splits), window, starts, **seen)

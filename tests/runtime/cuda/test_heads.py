@@ -19,6 +19,7 @@ from faser.request import Request, SamplingParams
 from faser.runtime.cuda.block import BlockLaunch
 from faser.runtime.cuda.device import CudaDevice
 from faser.runtime.cuda.drafter import ModelDraft
+from tests.engine.test_windows import Pauses as LongPauses
 from tests.oracle import RandomLengths, RandomStops
 from tests.runtime.cuda.test_executor import on
 from tests.test_exactness import make_engine, reference, serve
@@ -62,12 +63,15 @@ def requests(count: int = 3, max_tokens: int = 8) -> list[Request]:
     ]
 
 
-def engine_of(small: Transformer, kind: str, device: str, policy, *, ahead: bool = False, head_dim: int = 16, **sizes):
+def engine_of(
+    small: Transformer, kind: str | DraftHead, device: str, policy, *, ahead: bool = False, head_dim: int = 16, **sizes
+):
     target = on(small, device)
     place = CudaDevice()
     place.runs_ahead = ahead
     options = {"max_running": 4, "max_batch_tokens": 64, "max_step_ms": 0, "page_size": 4, "num_pages": 64, **sizes}
-    head = head_on(make_head(small, kind, head_dim=head_dim), target)
+    head = make_head(small, kind, head_dim=head_dim) if isinstance(kind, str) else kind
+    head = head_on(head, target)
     return build_engine(target, head, EngineOptions(policy=policy, **options), device=place)
 
 
@@ -131,6 +135,47 @@ def assert_drafts_of_the_cpu(target, device, kind, drafted, head_dim=16):
     for context in common:
         both = zip(expected.seen[context], drafted[context], strict=False)  # near its end a request drafts less
         assert all(ours == theirs for ours, theirs in both)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_drafts_of_windowed_heads_are_those_of_the_cpu(small, device, kind, drafted):
+    """A window of 64 in a context of 85 tokens: the head computes the sinks, then begins again at its window."""
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    long = [Request(id="long", prompt_token_ids=tuple(range(3, 43)) * 2, params=params, seed=0)]
+    sizes = {"max_running": 2, "max_batch_tokens": 128, "num_pages": 60, "draft_window": 64}
+    engine = make_engine(small, make_head(small, kind), Fixed(2), **sizes)
+    expected = Drafts(engine)
+    serve(engine, long)
+    engine = engine_of(small, kind, device, Fixed(2), **sizes)
+    assert engine.scheduler.limits.draft_window is not None
+    assert serve(engine, long).tokens == reference(small, long).tokens
+    assert len(expected.seen) > 1
+    assert {context: drafted[context] for context in expected.seen} == expected.seen
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_windows_change_no_token_where_steps_are_planned_ahead(small, device, kind):
+    params = SamplingParams(max_tokens=7, ignore_eos=True)
+    prompts = [tuple(range(3, 43)) * 2, tuple(range(5, 15))]
+    some = [Request(id=str(i), prompt_token_ids=each, params=params, seed=i) for i, each in enumerate(prompts)]
+    sizes = {"max_running": 2, "max_batch_tokens": 128, "num_pages": 60, "draft_window": 64}
+    outcome = serve(engine_of(small, kind, device, LongPauses(2, 2), ahead=True, **sizes), some)
+    assert outcome.tokens == reference(small, some).tokens
+    assert outcome.stats["0"].drafted > 0
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_heads_with_sliding_windows_draft_as_on_the_cpu(small, device, kind, drafted):
+    head = make_head(small, kind)
+    layers = replace(head.config, windows=(9, 0)[: head.num_layers])
+    head.head_config, head.config = replace(head.head_config, layers=layers), layers
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    some = [Request(id="a", prompt_token_ids=tuple(range(3, 27)), params=params, seed=0)]
+    expected = Drafts(make_engine(small, head, Fixed(2), max_running=2))
+    serve(expected.engine, some)
+    serve(engine_of(small, head, device, Fixed(2), max_running=2), some)
+    assert len(expected.seen) > 1
+    assert {context: drafted[context] for context in expected.seen} == expected.seen
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
