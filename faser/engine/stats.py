@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from faser.arrays import IntArray
+from faser.policy.acceptance import CONTEXT_BOUNDS
 from faser.request import Progress
 from faser.rules.overlap import OverlapPlan
 from faser.step import StepPlan, StepResult
@@ -56,6 +57,9 @@ class EngineStats:
     # index t: how often a request verified, and had accepted, at least t + 1 tokens in one step
     verified_per_position: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     accepted_per_position: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    # [4, contexts] of requests that decoded, by the length of their context, between CONTEXT_BOUNDS: how often one did,
+    # and their drafted, verified and accepted tokens
+    by_context: IntArray = field(default_factory=lambda: np.zeros((4, CONTEXT_BOUNDS.size + 1), dtype=np.int64))
 
     def record(
         self,
@@ -106,12 +110,19 @@ class EngineStats:
         if not num_decoding:
             return
         self.lengths = _add(self.lengths, np.bincount(result.num_drafted[samples]))
+        self._record_contexts(plan, result)
         if not num_drafting:
             self.off_seconds += seconds
         was = self.last
         changed = ended if was is None or (was.num_drafting > 0) != (num_drafting > 0) else was.speculating_changed
         drafted = int(result.num_drafted.sum())
         self.last = LastStep(num_decoding, num_drafting, drafted, changed)
+
+    def _record_contexts(self, plan: StepPlan, result: StepResult) -> None:
+        places = np.searchsorted(CONTEXT_BOUNDS, plan.num_tokens[plan.samples])
+        counts = (plan.samples, result.num_drafted, result.num_verified, result.num_accepted)
+        sums = [np.bincount(places, each[plan.samples], CONTEXT_BOUNDS.size + 1) for each in counts]
+        self.by_context = self.by_context + np.array(sums).astype(np.int64)
 
     @property
     def pruned(self) -> int:

@@ -45,8 +45,13 @@ class Adaptive(Policy):
 
     Candidates are pairs (request, position). Survival is the chance that a request's draft is accepted up to that
     position (faser/policy/acceptance.py). For every depth and every number of drafted tokens, taken in order of
-    survival, the expected output tokens and the seconds of the step are computed; each position of the draft is priced
-    with the requests that reach it.
+    value, the expected output tokens and the seconds of the step are computed; each position of the draft is priced
+    with the requests that reach it and what the draft reads of their contexts.
+
+    The value of a token is its survival times the request's weight, less what the draft reads for it. A token saves its
+    request a row in a later step. With a long context that row is dear, for the target reads the context once in every
+    step, whatever the length: the weight is the request's share of a step without drafts. Without weights short
+    requests would hold up long ones, which then fill the batch.
 
     The fastest of these steps has the most tokens per second. Its seconds per token are the price: what a token saves
     later. Where prompts fill every step, a token saves only the row it would have taken. The lengths chosen maximise
@@ -109,13 +114,13 @@ class Adaptive(Policy):
             return none  # the usual case in large batches; what follows takes several times as long
         batch = _DecodingBatch(view, view.cost)
         self._plain_seconds[batch.size] = batch.plain_seconds
-        survival = self._survival(view)
+        value = self._survival(view) * batch.weights[:, None]
         row = batch.row_beside_prompts()
         max_price = self._price(batch.plain_seconds / batch.size, row)
         is_alone = view.lookup is not None and view.lookup.is_alone
-        if not is_alone and batch.can_never_pay(max_price * float(survival.max())):
+        if not is_alone and batch.can_never_pay(max_price * float(value.max())):
             return none
-        drafts = _DraftOrder.of(survival)
+        drafts = _DraftOrder.of(value, None if is_alone else batch.reading)
         steps = _StepPrices(batch, drafts, np.zeros_like(may_draft) if is_alone else None)
         fastest = steps.fastest
         if fastest is None:
@@ -151,8 +156,9 @@ class Adaptive(Policy):
         is_better = (lookup.limit > 0) & (found.sum(axis=1) >= own.sum(axis=1))
         assert view.cost is not None
         batch = _DecodingBatch(view, view.cost)
+        found, own = found * batch.weights[:, None], own * batch.weights[:, None]
         best = np.where(is_better[:, None], found, own)
-        with_draft = _StepPrices(batch, _DraftOrder.of(best), ~is_better)
+        with_draft = _StepPrices(batch, _DraftOrder.of(best, np.where(is_better, 0.0, batch.reading)), ~is_better)
         without = _StepPrices(batch, _DraftOrder.of(found), np.zeros_like(is_better))
         steps = max((with_draft, without), key=_StepPrices.speed)
         fastest = steps.fastest
@@ -177,7 +183,8 @@ class Adaptive(Policy):
             return 1.0
         assert view.cost is not None
         batch = _DecodingBatch(view, view.cost)
-        fastest = _StepPrices(batch, _DraftOrder.of(self._survival(view))).fastest
+        value = self._survival(view) * batch.weights[:, None]
+        fastest = _StepPrices(batch, _DraftOrder.of(value, batch.reading)).fastest
         if fastest is None:
             return 1.0
         gain = batch.plain_seconds / (batch.size * fastest.seconds_per_token)
@@ -193,16 +200,25 @@ class Adaptive(Policy):
         rows = int(drafting @ view.lag)
         seconds = float(cost.first_draft(number, context, rows) - cost.first_draft(number, context))
         rest = np.minimum(view.remaining, TYPICAL_REST + view.num_output)
-        return self._saved_by_token(view, cost) * float(late @ rest) > seconds
+        return float(late @ (rest * self._saved_by_token(view, cost))) > seconds
 
-    def _saved_by_token(self, view: BatchView, cost: ProfiledCost) -> float:
-        """Seconds that drafts save per output token, in the batch that recent traffic will lead to."""
-        size = self._coming_size(view, cost)
-        context = size * _mean(view.num_tokens)
-        verify = cost.verify(size * ROWS, context) + cost.host
-        drafts = cost.first_draft(size, context) + POSITIONS * cost.next_draft(size, context)
+    def _saved_by_token(self, view: BatchView, cost: ProfiledCost) -> FloatArray:
+        """[B] seconds that drafts save per output token, in the batch that recent traffic will lead to."""
+        size, mean = self._coming_size(view, cost), _mean(view.num_tokens)
         tokens = 1 + self._acceptance.likely_rates.cumprod().cumsum()
-        return float(verify[0] - ((verify[1:] + drafts) / tokens).min()) / size
+
+        def saved(context: float) -> FloatArray:
+            """[DEPTH] by length; linear in the context of all requests."""
+            verify = cost.verify(size * ROWS, context) + cost.host
+            drafts = cost.first_draft(size, context) + POSITIONS * cost.next_draft(size, context)
+            found: FloatArray = (verify[0] - (verify[1:] + drafts) / tokens) / size
+            return found
+
+        without, with_context = saved(0.0), saved(size * mean)
+        best = int(with_context.argmax())
+        per_token = (with_context[best] - without[best]) / mean
+        each: FloatArray = without[best] + per_token * view.num_tokens
+        return each
 
     def _coming_size(self, view: BatchView, cost: ProfiledCost) -> int:
         """The batch size, at least the present one, at which output tokens per second meet what traffic asks for.
@@ -257,7 +273,7 @@ class _DecodingBatch:
         self.host = cost.host
         self._cost = cost
         self._context = float(view.num_tokens.sum())
-        self._draft_context = float(cost.read_by_draft(view.num_tokens).sum())
+        self._tokens, self._read = view.num_tokens, cost.read_by_draft(view.num_tokens)
         self._max_drafts = min(MAX_DRAFTS, self.size * DEPTH)
         rows, prompt_rows = self.size + DRAFTS[: self._max_drafts + 1], view.num_prefill_rows
         # [drafts + 1] of the verification: without prompt rows, and with those of this step
@@ -270,11 +286,25 @@ class _DecodingBatch:
         return float(self.alone[0]) + self.host
 
     @cached_property
-    def drafts(self) -> tuple[FloatArray, FloatArray]:
-        """[size + 1] of the draft's first token, and of each further one, by the requests that draft it."""
-        drafting = np.arange(self.size + 1)
-        context = (drafting * (self._draft_context / self.size)).astype(np.float64)
-        return self._cost.first_draft(drafting, context), self._cost.next_draft(drafting, context)
+    def weights(self) -> FloatArray:
+        """[B] the request's share of a step without drafts, over the mean share: rows are alike, contexts are not."""
+        own = self._tokens * (float(self.alone[0] - self._cost.verify(self.size, 0.0)) / self._context)
+        weights: FloatArray = 1 + (own - own.mean()) * (self.size / self.plain_seconds)
+        return weights
+
+    @property
+    def reading(self) -> FloatArray:
+        """[B] what the draft reads of the request for each token, as a share of the seconds that a token is worth."""
+        per_token = float(self._cost.next_draft(self.size, 1.0) - self._cost.next_draft(self.size, 0.0))
+        share: FloatArray = self._read.astype(np.float64) * (per_token * self.size / self.plain_seconds)
+        return share
+
+    def draft_seconds(self, is_drafted: BoolArray, owner: IntArray) -> FloatArray:
+        """[D, N] of each position, if the first n of tokens [N] are drafted. `is_drafted` [D, N]: at which position."""
+        drafting, read = is_drafted.cumsum(axis=1), (is_drafted * self._read[owner]).cumsum(axis=1)
+        seconds = self._cost.next_draft(drafting, read)
+        seconds[0] = self._cost.first_draft(drafting[0], read[0])
+        return seconds
 
     def row_beside_prompts(self) -> float:
         """Of one more row in a step that has prompts."""
@@ -291,23 +321,24 @@ class _DecodingBatch:
 
 @dataclass(frozen=True)
 class _DraftOrder:
-    """Tokens that could be drafted, by falling survival; those of one request in order of position. Arrays are [N]."""
+    """Tokens that could be drafted, by falling value; those of one request in order of position. Arrays are [N]."""
 
     owner: IntArray
     position: IntArray
-    survival: FloatArray
+    value: FloatArray
 
     @classmethod
-    def of(cls, survival: FloatArray) -> _DraftOrder:
-        """Those with a survival above 0. Survival [B, depth] falls with the position."""
-        depth, flat = survival.shape[1], survival.ravel()
-        order = np.argsort(-flat, kind="stable")[: np.count_nonzero(flat)]
+    def of(cls, value: FloatArray, reading: FloatArray | None = None) -> _DraftOrder:
+        """Those with a value above 0. Values [B, depth] fall with the position. `reading` [B] moves requests back."""
+        depth, flat = value.shape[1], value.ravel()
+        rank = flat if reading is None else np.where(value > 0, value - reading[:, None], -np.inf).ravel()
+        order = np.argsort(-rank, kind="stable")[: np.count_nonzero(flat)]
         owner = order // depth
         return cls(owner, order - depth * owner, flat[order])
 
     def without(self, requests: BoolArray) -> _DraftOrder:
         kept = ~requests[self.owner]
-        return _DraftOrder(self.owner[kept], self.position[kept], self.survival[kept])
+        return _DraftOrder(self.owner[kept], self.position[kept], self.value[kept])
 
 
 @dataclass(frozen=True)
@@ -332,15 +363,12 @@ class _StepPrices:
     def __init__(self, batch: _DecodingBatch, drafts: _DraftOrder, uses_draft: BoolArray | None = None) -> None:
         self._batch = batch
         self._owner, self._position = drafts.owner[:MAX_DRAFTS], drafts.position[:MAX_DRAFTS]
-        self._survival = drafts.survival[:MAX_DRAFTS]
+        value = drafts.value[:MAX_DRAFTS]
         is_at = self._position == POSITIONS[: self._position.max(initial=0) + 1, None]
         reaching = is_at.cumsum(axis=1)  # [D, N] requests that have a draft at each position
-        drafting = reaching if uses_draft is None else (is_at & uses_draft[self._owner]).cumsum(axis=1)
-        first, further = batch.drafts
-        seconds = further[drafting]
-        seconds[0] = first[drafting[0]]
-        self._draft_seconds = _sum_down(seconds) + batch.host
-        self._gain = _sum_down((is_at * self._survival).cumsum(axis=1))
+        is_drafted = is_at if uses_draft is None else is_at & uses_draft[self._owner]
+        self._draft_seconds = _sum_down(batch.draft_seconds(is_drafted, self._owner)) + batch.host
+        self._gain = _sum_down((is_at * value).cumsum(axis=1))
         self._count = _sum_down(reaching)
 
     @cached_property

@@ -229,6 +229,7 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     tokens_reused: int = 0  # whose KV was taken from the context of a session
     looked_up: int = 0  # of drafted, tokens from prompt lookup
     lookup_accepted: int = 0  # of accepted, tokens from prompt lookup
+    by_context: list[list[int]] = []  # as EngineStats has it
     misfit: str = ""  # why the draft cannot be meant for the target; empty: nothing is known against it
 
     @property

@@ -15,6 +15,7 @@ from prometheus_client.core import (
     Metric,
 )
 
+from faser.policy.acceptance import CONTEXT_BOUNDS
 from faser.request import FinishReason
 from faser.server.engine_client import EngineClient
 from faser.server.figures import Figures, Histogram
@@ -154,6 +155,16 @@ class PrometheusText:
                             {"lookup": lookup, "draft": total - lookup}, model)  # fmt: skip
         yield _counters("faser:early_exit_pruned_tokens", "Tokens pruned by early exit, by the layer after which they "
                         "were dropped", "layer", pruned, model)  # fmt: skip
+        bounds = [*map(str, CONTEXT_BOUNDS.tolist()), "+Inf"]
+        for what, help_, counts in zip(
+            ("steps", "drafted_tokens", "verified_tokens", "accepted_tokens"),
+            ("Times that a request decoded", "Drafted tokens", "Drafted tokens that the target verified",
+             "Drafted tokens that the target accepted"),
+            now.by_context or [[0] * len(bounds)] * 4,
+            strict=True,
+        ):  # fmt: skip
+            yield _counters(f"faser:context_{what}", f"{help_}, by the most tokens of its context", "context",
+                            dict(zip(bounds, counts, strict=True)), model)  # fmt: skip
         lengths = Histogram(range(max(9, len(now.lengths))))
         for length, times in enumerate(now.lengths):
             lengths.add(length, times)

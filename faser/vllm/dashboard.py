@@ -74,6 +74,7 @@ class EngineHistory:
             "history": {name: [row[name] for row in rows] for name in rows[0]},
             "lengths": lengths if any(lengths) else [],
             "positions": {"verified": verified[:positions], "accepted": accepted[:positions]},
+            "contexts": None,  # not counted here
             "drafted": {"minute": _fates(before, status), "total": _fates(EngineStatus(), status)},
             "exits": "",
             "residency": "",

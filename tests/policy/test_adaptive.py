@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from faser.cost.profile import Profile
 from faser.cost.profiled_cost import ProfiledCost
 from faser.policy.adaptive import CHECK_GAIN, DEPTH, MAX_CHECKED, MAX_RUNNING, Adaptive
 from faser.policy.base import BatchView
@@ -20,29 +21,32 @@ def lengths_of(view: BatchView, policy: Adaptive | None = None) -> list[int]:
     return (policy or Adaptive()).lengths(view).tolist()
 
 
-def tokens_per_second(view: BatchView, lengths: np.ndarray, survival: np.ndarray) -> float:
-    """As the policy itself should see it, from the definition."""
+def work_per_second(view: BatchView, lengths: np.ndarray, survival: np.ndarray) -> float:
+    """As the policy itself should see it, from the definition: tokens, each worth its request's share of a plain step,
+    over the mean share."""
     cost, size, context = view.cost, view.num_requests, float(view.num_tokens.sum())
     seconds = float(cost.verify(size + int(lengths.sum()), context)) + cost.host
-    each = context / size
     for level in range(int(lengths.max())):
-        num = int((lengths > level).sum())
-        seconds += float((cost.next_draft if level else cost.first_draft)(num, num * each))
-    taken = np.arange(survival.shape[1]) < lengths[:, None]
-    return (size + survival[taken].sum()) / seconds
+        num, read = int((lengths > level).sum()), int(view.num_tokens[lengths > level].sum())
+        seconds += float((cost.next_draft if level else cost.first_draft)(num, read))
+    plain, alike = float(cost.verify(size, context)) + cost.host, float(cost.verify(size, 0.0)) + cost.host
+    shares = alike / size + (plain - alike) * view.num_tokens / context
+    tokens = 1 + (survival * (np.arange(survival.shape[1]) < lengths[:, None])).sum(axis=1)
+    return float(tokens @ shares) / (plain / size) / seconds
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_lengths_are_the_best_of_all_combinations(size):
     random = np.random.default_rng(size)
-    for _ in range(5):
-        tried = random.integers(0, 100, size)
-        view = make_view(size, limit=4, tried=tried, accepted=(tried * random.uniform(0, 1, size)).astype(int))
+    for longest in (200, 200, 200, 32_000, 32_000, 32_000):
+        tried, contexts = random.integers(0, 100, size), random.integers(200, longest + 1, size)
+        accepted = (tried * random.uniform(0, 1, size)).astype(int)
+        view = make_view(size, limit=4, tried=tried, accepted=accepted, num_tokens=contexts)
         policy = Adaptive()
         survival = policy._acceptance.position_rates(view).cumprod(axis=1)
         every = np.stack(np.meshgrid(*[np.arange(5)] * size, indexing="ij"), axis=-1).reshape(-1, size)
-        best = max(tokens_per_second(view, lengths, survival) for lengths in every)
-        assert tokens_per_second(view, policy.lengths(view), survival) >= 0.995 * best
+        best = max(work_per_second(view, lengths, survival) for lengths in every)
+        assert work_per_second(view, policy.lengths(view), survival) >= 0.995 * best
 
 
 @pytest.mark.parametrize("profile", [H200, SMOOTH])
@@ -224,3 +228,43 @@ def test_a_draft_that_sees_a_window_drafts_longer_in_long_contexts():
     whole = Adaptive().lengths(view)
     windowed = Adaptive().lengths(replace(view, cost=ProfiledCost(profile, draft_span=1028)))
     assert windowed.sum() > whole.sum()
+
+
+def reading(per_token: float) -> Profile:
+    """A draft that takes so many seconds for each token of a context, at every number of requests."""
+    first, following = (
+        replace(each, per_token=(per_token,) * len(each.rows)) for each in (H200.first_draft, H200.next_draft)
+    )
+    return replace(H200, first_draft=first, next_draft=following)
+
+
+@pytest.mark.parametrize("size", [8, 64])
+def test_beside_short_contexts_a_long_one_that_is_dear_to_draft_for_does_not_draft(size):
+    """A draft whose KV is nearly as large as the target's: it reads more for a long context than that saves."""
+    contexts = [32_000] + [200] * (size - 1)
+    view = make_view(size, num_tokens=contexts, profile=reading(36e-9), accepted=150, tried=200)
+    long, *short = Adaptive().lengths(view).tolist()
+    assert long == 0
+    assert min(short) >= 1
+    windowed = replace(view, cost=ProfiledCost(reading(36e-9), draft_span=1028))
+    assert Adaptive().lengths(windowed)[0] >= 1, "with a window it reads as little as the others"
+
+
+def test_beside_short_contexts_long_ones_that_are_cheap_to_draft_for_draft_longer():
+    """The target reads a long context in every step: its tokens save more than those of the others."""
+    contexts = np.array([32_000] * 8 + [200] * 56)
+    view = make_view(64, num_tokens=contexts, profile=SMOOTH, accepted=150, tried=200)
+    lengths = Adaptive().lengths(replace(view, cost=ProfiledCost(SMOOTH, draft_span=1028)))
+    assert lengths[:8].min() >= lengths[8:].max() + 2
+    alike = Adaptive().lengths(make_view(64, num_tokens=4175, profile=SMOOTH, accepted=150, tried=200))
+    assert alike.min() == alike.max()
+
+
+def test_a_long_context_that_fell_behind_catches_up_where_its_own_tokens_repay_it():
+    contexts = np.array([200] * 4 + [32_000] * 4)
+
+    def lengths_with(lag: int) -> list[int]:
+        return lengths_of(make_view(8, num_tokens=contexts, lag=[1] * 4 + [lag] * 4, accepted=170, tried=200))
+
+    assert min(lengths_with(16_000)) > 0
+    assert lengths_with(32_000)[4:] == [0] * 4

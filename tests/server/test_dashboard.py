@@ -167,6 +167,7 @@ QUIET: dict[str, Any] = {
     },
     "lengths": [],
     "positions": {"verified": [], "accepted": []},
+    "contexts": None,
     "drafted": {span: {"accepted": 0, "rejected": 0, "pruned": 0} for span in ("minute", "total")},
     "exits": "",
     "residency": "",
@@ -240,6 +241,25 @@ def test_the_page_says_that_the_draft_could_not_come_back(page: Page) -> None:
     assert text in (page.text_content("#draft-failure") or "")
 
 
+def test_lengths_are_shown_by_context(page: Page) -> None:
+    contexts = [
+        {"above": 0, "most": 512, "steps": 75, "drafted": 150, "verified": 150, "accepted": 75},
+        {"above": 512, "most": 2048, "steps": 0, "drafted": 0, "verified": 0, "accepted": 0},
+        {"above": 32768, "most": None, "steps": 25, "drafted": 100, "verified": 100, "accepted": 90},
+    ]
+    _answer(page, {"time": [1000.0]}, contexts=contexts)
+    rows = [row.locator("th, td").all_text_contents() for row in page.locator("#contexts-rows tr").all()]
+    assert rows == [
+        ["up to 512", "75%", "2.00", "1.00", "50%"],
+        ["512 to 2k", "0%", "–", "–", "–"],
+        ["over 32k", "25%", "4.00", "3.60", "90%"],
+    ]
+    assert "100 steps" in (page.text_content("#contexts-note") or "")
+    page.unroute_all()
+    _answer(page, {"time": [1000.0]}, contexts=None)  # as the plugin in vLLM answers
+    page.wait_for_selector("#contexts-card", state="hidden")
+
+
 def test_a_model_name_is_text_whatever_it_contains(page: Page) -> None:
     page.route("**/dashboard/data", lambda route: route.fulfill(json=QUIET))
     page.wait_for_function("document.getElementById('state').textContent === 'starting'")
@@ -259,7 +279,8 @@ METRICS = [
     "faser:spec_decode_num_pruned_tokens_total", "faser:draft_length_bucket", "faser:speculation_off_seconds_total",
     "faser:step_seconds_total", "faser:predicted_step_seconds_total", "faser:draft_resident",
     "faser:requests_refused_total", "faser:kv_pages", "faser:draft_pages_gained", "faser:draft_away_seconds_total",
-    "faser:draft_moves_total", "faser:draft_last_move_seconds",
+    "faser:draft_moves_total", "faser:draft_last_move_seconds", "faser:context_steps_total",
+    "faser:context_drafted_tokens_total", "faser:context_verified_tokens_total", "faser:context_accepted_tokens_total",
 ]  # fmt: skip
 
 

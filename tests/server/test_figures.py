@@ -249,6 +249,22 @@ def test_the_dashboard_s_history_holds_rates_between_seconds(monkeypatch):
     assert data["lengths"] == [5, 0, 15]
 
 
+def test_the_dashboard_counts_contexts_of_the_last_minute(monkeypatch):
+    board = Board(monkeypatch)
+    empty = {"steps": 0, "drafted": 0, "verified": 0, "accepted": 0}
+    names = [(0, 512), (512, 2048), (2048, 8192), (8192, 32_768), (32_768, None)]
+    untouched = [{"above": above, "most": most, **empty} for above, most in names]
+    assert board.board.data("ready")["contexts"] == untouched
+    board.figures.latest = snapshot(by_context=[[5, 0, 0, 0, 1], [9, 0, 0, 0, 4], [8, 0, 0, 0, 4], [3, 0, 0, 0, 2]])
+    board.tick(2.0)
+    first, *between, long = board.board.data("ready")["contexts"]
+    assert first == {"above": 0, "most": 512, "steps": 5, "drafted": 9, "verified": 8, "accepted": 3}
+    assert long == {"above": 32_768, "most": None, "steps": 1, "drafted": 4, "verified": 4, "accepted": 2}
+    assert between == untouched[1:-1]
+    board.tick(61.0)
+    assert board.board.data("ready")["contexts"] == untouched
+
+
 def test_the_dashboard_shows_the_pool_as_large_as_it_is(monkeypatch):
     board = Board(monkeypatch)
     for seen in (

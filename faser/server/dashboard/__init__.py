@@ -9,6 +9,10 @@ from itertools import zip_longest
 from time import monotonic, time
 from typing import Any
 
+import numpy as np
+
+from faser.arrays import IntArray
+from faser.policy.acceptance import CONTEXT_BOUNDS
 from faser.request import FinishReason
 from faser.server.engine_client import EngineClient
 from faser.server.figures import Figures
@@ -71,6 +75,7 @@ class Dashboard:
             "history": self._history(),
             "lengths": lengths if any(lengths) else [],  # no shares without drafts
             "positions": {"verified": verified[:num_positions], "accepted": accepted[:num_positions]},
+            "contexts": self._contexts(),
             "drafted": {"minute": self._drafted(self._snapshot_before(WINDOW_SECONDS)), "total": self._drafted(None)},
             "exits": describe_exits(self._figures.latest),
             "residency": describe_residency(self._figures.latest),
@@ -139,6 +144,16 @@ class Dashboard:
             return {"accepted": 0, "rejected": 0, "pruned": 0}
         drafted, verified, accepted = (_gain(name, before, latest) for name in ("drafted", "verified", "accepted"))
         return {"accepted": accepted, "rejected": verified - accepted, "pruned": drafted - verified}
+
+    def _contexts(self) -> list[dict[str, int | None]]:
+        """Totals of the last minute by the length of the context: above one bound, up to the next; None: no bound."""
+        gained = _by_context(self._figures.latest) - _by_context(self._snapshot_before(WINDOW_SECONDS))
+        bounds = CONTEXT_BOUNDS.tolist()
+        names = ("steps", "drafted", "verified", "accepted")
+        return [
+            {"above": above, "most": most, **dict(zip(names, counts, strict=True))}
+            for above, most, counts in zip([0, *bounds], [*bounds, None], gained.T.tolist(), strict=True)
+        ]
 
     def _requests(self) -> dict[str, int]:
         ends = self._figures.ends
@@ -209,6 +224,13 @@ def _age(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
+def _by_context(snapshot: Snapshot | None) -> IntArray:
+    """As EngineStats has it."""
+    if snapshot is None or not snapshot.by_context:
+        return np.zeros((4, CONTEXT_BOUNDS.size + 1), dtype=np.int64)
+    return np.array(snapshot.by_context)
 
 
 def _row(points: Sequence[_Second], index: int) -> dict[str, Any]:
