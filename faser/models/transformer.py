@@ -95,6 +95,12 @@ class Decoder(ABC):
         """Bytes of the weights without the position tables; a tied head counts once."""
         return sum(weight.numel() * weight.element_size() for weight in self.weights())
 
+    def reach(self, num_positions: int) -> None:
+        """Have tables for this many positions, even if the model was trained on fewer: its rows see windows."""
+        if num_positions > self.max_positions:
+            self.max_positions = num_positions
+            self.cos, self.sin = rope_tables(self.config.rope, self.config.head_dim, num_positions, self.device)
+
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [rows, head_dim // 2] at positions [rows], or [rows, 3] in time, height and width.
 
@@ -193,12 +199,6 @@ class Transformer(Decoder):
         vision_norms = () if model.vision is None else model.vision.norms()
         fill_random(model.weights(), (*layer_norms, model.final_norm, *vision_norms), seed, std)
         return model
-
-    def reach(self, num_positions: int) -> None:
-        """Have tables for this many positions, even if the model was trained on fewer: its rows see windows."""
-        if num_positions > self.max_positions:
-            self.max_positions = num_positions
-            self.cos, self.sin = rope_tables(self.config.rope, self.config.head_dim, num_positions, self.device)
 
     @property
     def formats(self) -> tuple[str, ...]:

@@ -89,7 +89,7 @@ def is_better(others: Tensor, ours: Tensor) -> bool:
 
 def _most_tokens(head: DraftHead, target: Transformer) -> int:
     """No token may see further than a window, and blocks behind the last token have positions too."""
-    windows = [window for window in target.config.windows if window]
+    windows = [window for window in (*target.config.windows, *head.config.windows) if window]
     positions = min(target.max_positions, head.max_positions - head.head_config.num_block_rows)
     return min(MOST_TOKENS, positions, affordable_tokens(target), *windows)
 
