@@ -30,7 +30,7 @@ LASTING_SHARE = 0.75  # of that rate, which is expected to last
 MAX_RUNNING = 256  # requests a batch is expected to grow to
 PROMPT_SHARE_DECAY = 0.99  # of the share of steps that have prompts, at every step: half-life 69 steps
 SLACK = 0.1  # share of steps without prompts, below which a token is worth less and less (`_price`)
-PROMPT_ROWS = 512  # prompt rows of the step at which the cost of one more row beside prompts is read off
+PROMPT_ROWS = 512  # prompt rows of the step at which it is read off what decoding adds to a step with prompts
 
 DRAFTS = np.arange(MAX_DRAFTS + 1)
 MIN_DRAFTING = -(-DRAFTS // DEPTH)  # fewest requests that can draft 0, 1, 2, … tokens together
@@ -54,9 +54,9 @@ class Adaptive(Policy):
     requests would hold up long ones, which then fill the batch.
 
     The fastest of these steps has the most tokens per second. Its seconds per token are the price: what a token saves
-    later. Where prompts fill every step, a token saves only the row it would have taken. The lengths chosen maximise
-    price × expected tokens - seconds of the step. If no drafts have a positive value, all lengths are 0 and the draft
-    does not run.
+    later. Where prompts fill every step, a token saves only what it would have added to one: rows, the reading of its
+    context, drafts. The lengths chosen maximise price × expected tokens - seconds of the step. If no drafts have a
+    positive value, all lengths are 0 and the draft does not run.
 
     Requests whose drafts fell behind join if their catch-up takes fewer seconds than they will save until they end, all
     together, in the batch that recent traffic will lead to. So requests do not switch back and forth.
@@ -115,8 +115,7 @@ class Adaptive(Policy):
         batch = _DecodingBatch(view, view.cost)
         self._plain_seconds[batch.size] = batch.plain_seconds
         value = self._survival(view) * batch.weights[:, None]
-        row = batch.row_beside_prompts()
-        max_price = self._price(batch.plain_seconds / batch.size, row)
+        max_price = self._price(batch.plain_seconds / batch.size, lambda: batch.plain_seconds_beside)
         is_alone = view.lookup is not None and view.lookup.is_alone
         if not is_alone and batch.can_never_pay(max_price * float(value.max())):
             return none
@@ -132,7 +131,7 @@ class Adaptive(Policy):
             fastest = steps.fastest
         if fastest is None:
             return none
-        price = self._price(fastest.seconds_per_token, row)
+        price = self._price(fastest.seconds_per_token, steps.seconds_beside)
         chosen = steps.most_valuable(price)
         if chosen is None:
             return none
@@ -172,7 +171,7 @@ class Adaptive(Policy):
         """The lengths of greatest value; only those of drafts that are looked up count."""
         fastest = steps.fastest
         assert fastest is not None
-        chosen = steps.most_valuable(self._price(fastest.seconds_per_token, batch.row_beside_prompts()))
+        chosen = steps.most_valuable(self._price(fastest.seconds_per_token, steps.seconds_beside))
         if chosen is None:
             return np.zeros_like(fastest.lengths)
         expected_gain = batch.plain_seconds / (batch.size * fastest.seconds_per_token)
@@ -256,13 +255,14 @@ class Adaptive(Policy):
         seconds = cost.next_draft(size, read) + (rows[1:] - rows[:-1]) + stop_seconds
         return Stopping(self._checked_acceptance.position_rates(view), seconds, price, self._calibration.weights)
 
-    def _price(self, share: float, row: float) -> float:
-        """Seconds a token is worth: `share` is its part of a step without prompts, `row` that of a row beside prompts.
+    def _price(self, share: float, beside: Callable[[], float]) -> float:
+        """Seconds a token is worth: `share` is its part of a step without prompts, `beside` what it adds to one with.
 
         A token saved beside prompts shortens a later step without prompts by `share`, as long as there are some.
-        As the share of steps without prompts falls from SLACK to 0, the worth falls from `share` to `row`.
+        As the share of steps without prompts falls from SLACK to 0, the worth falls from `share` to `beside`.
         """
-        return row + (share - row) * min(1.0, (1 - self._prompt_share) / SLACK)
+        weight = min(1.0, (1 - self._prompt_share) / SLACK)
+        return share if weight == 1.0 else weight * share + (1 - weight) * beside()
 
 
 class _DecodingBatch:
@@ -306,11 +306,20 @@ class _DecodingBatch:
         seconds[0] = self._cost.first_draft(drafting[0], read[0])
         return seconds
 
-    def row_beside_prompts(self) -> float:
-        """Of one more row in a step that has prompts."""
+    @cached_property
+    def added(self) -> FloatArray:
+        """[drafts + 1] of the verification: how much longer it makes a step that has prompts anyway."""
         few = self._cost.verify(self.size, self._context, PROMPT_ROWS)
         many = self._cost.verify(self.size + PROMPT_ROWS, self._context, PROMPT_ROWS)
-        return float(many - few) / PROMPT_ROWS
+        read = few - self._cost.verify(self.size, 0.0, PROMPT_ROWS)
+        row = (many - few) / PROMPT_ROWS
+        added: FloatArray = row * (self.size + DRAFTS[: self._max_drafts + 1]) + read
+        return added
+
+    @property
+    def plain_seconds_beside(self) -> float:
+        """What a token without drafts adds to a step that has prompts."""
+        return float(self.added[0]) / self.size
 
     def can_never_pay(self, worth: float) -> bool:
         """Whether no number of drafts pays, even if each saves `worth` seconds: usual if prompts fill every step."""
@@ -376,6 +385,12 @@ class _StepPrices:
         """The step with the most tokens per second, without prompt rows."""
         size = self._batch.size
         return self._best(self._batch.alone, lambda gain, seconds: (size + gain) / seconds)
+
+    def seconds_beside(self) -> float:
+        """The least seconds that a token adds to a step that has prompts."""
+        size, host = self._batch.size, self._batch.host
+        best = self._best(self._batch.added, lambda gain, seconds: (size + gain) / (seconds - host))
+        return self._batch.plain_seconds_beside if best is None else (best.seconds - host) / best.num_tokens
 
     def speed(self) -> float:
         """Tokens per second of the fastest step; 0 if it has no drafts."""

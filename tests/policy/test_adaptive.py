@@ -86,12 +86,35 @@ def test_prompts_in_the_step_are_no_reason_to_stop_when_they_are_rare():
     assert 0 < beside <= plain
 
 
-def test_where_every_step_has_prompts_nobody_drafts():
-    """Every row then costs its full share, whoever it belongs to, and a drafted token saves one row at most."""
+def always_with_prompts() -> Adaptive:
+    """A policy that has seen prompts in every step for long."""
     policy = Adaptive()
-    for _ in range(1000):
+    for _ in range(500):
         policy.learn(make_outcome([1] * 64, [1] * 64, prefill_rows=900))
-    assert not any(lengths_of(make_view(64, prefill_rows=900, **GOOD), policy))
+    return policy
+
+
+def test_where_every_step_has_prompts_short_contexts_do_not_draft():
+    """A row beside prompts costs its full share, so drafts save no time that prompts could use."""
+    assert not any(lengths_of(make_view(64, prefill_rows=900, **GOOD), always_with_prompts()))
+
+
+@pytest.mark.parametrize("size", [4, 16, 32])
+@pytest.mark.parametrize("accepted", [80, 110, 140])
+def test_where_every_step_has_prompts_long_contexts_draft_as_much_as_saves_most_reading(size, accepted):
+    """A step reads each context once, whatever the length: the best length adds the least seconds for each token."""
+    policy, counts = always_with_prompts(), {"accepted": accepted, "tried": 200}
+    view = make_view(size, profile=reading(0.0), num_tokens=16_000, prefill_rows=900, **counts)
+    cost, rates = view.cost, policy._acceptance.position_rates(view)[0]
+
+    def added(length: int) -> float:
+        drafts = cost.first_draft(size, 0.0) + (length - 1) * cost.next_draft(size, 0.0) if length else 0.0
+        verification = cost.verify(size * (1 + length), size * 16_000.0, 900) - cost.verify(0, 0.0, 900)
+        return float(drafts + verification) / (1 + rates[:length].cumprod().sum())
+
+    best = min(range(DEPTH + 1), key=added)
+    assert 0 < best < DEPTH
+    assert lengths_of(view, policy) == [best] * size
 
 
 def test_a_draft_that_fell_behind_catches_up_if_the_request_goes_on_long_enough():
