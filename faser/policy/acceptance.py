@@ -26,7 +26,11 @@ CHANGED_WEIGHT = 8.0  # tried tokens that the steps which showed it then count a
 LEAST_PAUSE, MOST_PAUSE = 128, 512  # steps without drafts before drafts get another chance
 PAUSE_FALL = 4  # steps by which a pause is shorter, for every step with drafts
 HELD_WEIGHT = 32.0  # tried tokens that what is known counts as, at least, during a pause
-CHANCE_WEIGHT = 1.0  # tried tokens that everything known then counts as
+CHANCE_WEIGHT = 0.25  # tried tokens that what is known of a request then counts as; all else is forgotten
+HOPED_RATE, HOPED_WEIGHT = 0.9, 4.0  # a rate that a hardly tried draft may have, and tried tokens it counts as
+MOST_TRIED = 64.0  # first tokens after which tries end
+TRY_GAP = 8  # steps without drafts that do not end tries
+PROVEN = 4.0  # accepted first tokens that end the caution with an unknown draft
 CALIBRATION_WEIGHT = 4.0  # tried tokens that the initial calibration counts as, about
 MIN_CALIBRATION, MAX_CALIBRATION = (-8.0, 0.0), (8.0, 8.0)  # bounds of offset and factor
 MIN_RATE, MAX_RATE = 0.02, 0.99  # bounds of every estimate
@@ -64,13 +68,35 @@ class Acceptance:
 
         Not where drafts were checked: there a position says nothing of the next one.
         """
-        if self._is_checked:
-            return self.rates
-        rates, before = [], PRIOR_RATE
+        return self.rates if self._is_checked else self._chained(PRIOR_RATE, PRIOR_WEIGHT)
+
+    def _chained(self, before: float, weight: float) -> FloatArray:
+        """[depth] rates, each shrunk to the one before it."""
+        rates = []
         for tried, accepted in zip(*self._counts.tolist(), strict=True):
-            before = (accepted + before * PRIOR_WEIGHT) / (tried + PRIOR_WEIGHT)
+            before = (accepted + before * weight) / (tried + weight)
             rates.append(before)
         return np.array(rates)
+
+    @property
+    def num_accepted(self) -> float:
+        """First tokens, as they count now."""
+        return float(self._counts[1, 0])
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether no drafts were made, or what they taught is forgotten."""
+        return not self._counts[0, 0]
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether the rates are to be believed; else drafts are only tried."""
+        return self.num_accepted >= PROVEN
+
+    @property
+    def may_be_tried(self) -> bool:
+        """Whether tries may begin or go on."""
+        return self.is_unknown or bool(self._num_idle < TRY_GAP and self._counts[0, 0] < MOST_TRIED)
 
     @property
     def mean(self) -> float:
@@ -111,16 +137,14 @@ class Acceptance:
         return gap * gap > CHANGE_ERRORS**2 * (float(expected @ (1 - rates)) + 1.0)
 
     def _idle(self) -> None:
-        """A step without drafts. After a pause drafts get another chance: rates below the prior are forgotten."""
+        """A step without drafts. After a pause drafts get another chance: what is known is forgotten."""
         self._num_idle += 1
         if self._counts[0, 0] > HELD_WEIGHT:
             self._scale(ACCEPTANCE_DECAY)
-        elif self._num_idle >= self._pause:
+        elif self._num_idle >= self._pause and not self.is_unknown:
             self._num_idle, self._pause = 0, min(MOST_PAUSE, 2 * self._pause)
-            if self.mean < PRIOR_RATE:
-                self._weigh(CHANCE_WEIGHT)
-                self._own.forget(CHANCE_WEIGHT)
-                self._contexts.forget()
+            self._scale(0.0)
+            self._own.forget(CHANCE_WEIGHT)
 
     def _weigh(self, most: float) -> None:
         """Let what is known count as at most `most` tried tokens."""
@@ -137,10 +161,14 @@ class Acceptance:
         expected = REQUEST_PRIOR_WEIGHT * self._contexts.rates(view.num_tokens, self.mean)
         return _bounded((accepted + expected) / (tried + REQUEST_PRIOR_WEIGHT))
 
-    def position_rates(self, view: BatchView, depth: int | None = None) -> FloatArray:
-        """[B, depth] of each request and position; their cumulative product is the survival of its draft."""
+    def position_rates(self, view: BatchView, depth: int | None = None, *, hopes: bool = False) -> FloatArray:
+        """[B, depth] of each request and position; their cumulative product is the survival of its draft.
+
+        `hopes`: what they may turn out to be, for the little that is known.
+        """
         factor = _odds(self.request_rates(view)) / _odds(_bounded(np.array(self.mean)))
-        odds = _odds(_bounded(self.likely_rates[:depth])) * factor[:, None]
+        rates = self._chained(HOPED_RATE, HOPED_WEIGHT) if hopes else self.likely_rates
+        odds = _odds(_bounded(rates[:depth])) * factor[:, None]
         return _bounded(odds / (1 + odds))
 
 

@@ -15,9 +15,10 @@ from faser.arrays import BoolArray, FloatArray, IntArray
 from faser.cost.profiled_cost import MAX_STEADY_LAG, ProfiledCost
 from faser.limits import ADAPTIVE_MAX_LENGTH
 from faser.policy.acceptance import Acceptance, Calibration
-from faser.policy.base import BatchView, Guesses, Outcome, Policy
+from faser.policy.base import PRIOR_RATE, BatchView, Guesses, Outcome, Policy
 from faser.policy.evidence import UNTRUSTED_LENGTH, MeasuredGain, is_trusted
 from faser.policy.residency import Regret, ResidencyRule
+from faser.policy.tries import Tries
 from faser.rules.stopping import Stopping
 
 DEPTH = ADAPTIVE_MAX_LENGTH
@@ -64,6 +65,9 @@ class Adaptive(Policy):
     Where one or two requests decode and a confidence check is cheap enough, lengths are the longest allowed and a rule
     stops drafting when another token is not worth its cost (faser/rules/stopping.py).
 
+    A draft of which little is known is only tried: by a few requests, and also where it would pay only if it is better
+    than expected (tries.py).
+
     Where costs predict steps too poorly to tell whether drafting pays, measured speed decides (evidence.py).
 
     Tokens from prompt lookup cost rows of the verification alone. A request looks its drafts up where that brings more
@@ -79,19 +83,24 @@ class Adaptive(Policy):
         self._checked_acceptance = Acceptance(DEPTH, is_checked=True)  # of drafts with confidence checks
         self._calibration = Calibration()
         self._measured = MeasuredGain()
+        self._tries = Tries()
+        self._is_try = False  # the lengths given last
         self._plain_seconds: dict[int, float] = {}  # latest prediction for a step without drafts, by requests
         self._stopping: Stopping | None = None
         self._prompt_rows = self._prompt_seconds = self._seconds = 0.0  # decaying sums over steps
         self._prompt_share = 0.0  # share of recent steps that have prompts
 
     def learn(self, outcome: Outcome) -> None:
+        # with the next step planned already, the lengths given last may be that step's
+        was_try = (self._is_try or not self._acceptance.is_proven) and bool(outcome.of_draft[0].any())
+        self._tries.learn(was_try)
         if outcome.confidence is None:
             self._acceptance.learn(outcome)
         else:  # deeper tokens were drafted only where the draft was confident
             self._acceptance.learn(outcome, depth=1)
             self._checked_acceptance.learn(outcome)
             self._calibration.learn(outcome)
-        if outcome.is_looked_up is None:  # else the speed is not the draft's alone
+        if outcome.is_looked_up is None and not was_try:  # else the speed is not that of usual drafts alone
             self._measured.learn(outcome, self._plain_seconds.get(outcome.slots.size, 0.0))
         kept = math.exp(-outcome.seconds / TRAFFIC_SECONDS)
         self._prompt_rows = kept * self._prompt_rows + outcome.num_prefill_rows
@@ -103,11 +112,46 @@ class Adaptive(Policy):
         return self._stopping
 
     def lengths(self, view: BatchView) -> IntArray:
-        self._stopping = None
+        self._stopping, self._is_try = None, False
+        none = np.zeros(view.num_requests, dtype=np.int64)
+        if not view.limit.any() or self._measured.rules_out(view.num_requests):
+            return none
+        if view.lookup is not None and view.lookup.is_alone:
+            return self._paying(view)
+        if self._acceptance.is_proven:
+            lengths = self._paying(view)
+            if lengths.any():
+                self._tries.succeed()
+                return lengths
+        if not self._acceptance.may_be_tried:
+            return none
+        if view.num_prefill_rows and self._prompt_share < 1 - SLACK:  # what a try costs beside prompts is less clear
+            return none
+        if self._acceptance.is_unknown and not self._tries.may_begin:
+            return none
+        assert view.cost is not None
+        hoped_gain = self._hoped_gain(view, view.cost)
+        lengths = self._tries.lengths(view, view.cost, int(self._acceptance.num_accepted), hoped_gain)
+        self._is_try = bool(lengths.any())
+        return lengths
+
+    def _hoped_gain(self, view: BatchView, cost: ProfiledCost) -> float:
+        """Factor in speed if the draft is as good as may be hoped; 1: it would not pay even then."""
+        batch = _DecodingBatch(view, cost)
+        value = self._survival(view, hopes=True) * batch.weights[:, None]
+        steps = _StepPrices(batch, _DraftOrder.of(value, batch.reading))
+        fastest = steps.fastest
+        if fastest is None:
+            return 1.0
+        price = self._price(fastest.seconds_per_token, steps.seconds_beside)
+        gain = batch.plain_seconds / (batch.size * fastest.seconds_per_token)
+        pays = steps.most_valuable(price) is not None and self._measured.allows(batch.size, gain, cost.error)
+        return gain if pays else 1.0
+
+    def _paying(self, view: BatchView) -> IntArray:
+        """The lengths of greatest value, by what is known."""
         none = np.zeros(view.num_requests, dtype=np.int64)
         may_draft = view.limit > 0
-        if not may_draft.any() or self._measured.rules_out(view.num_requests):
-            return none
         assert view.cost is not None
         is_late = view.lag > MAX_STEADY_LAG
         if is_late[may_draft].all() and not self._catch_up_pays(view, view.cost, may_draft, may_draft):
@@ -140,7 +184,7 @@ class Adaptive(Policy):
             return none
         longest = DEPTH if is_trusted(expected_gain, view.cost.error) else UNTRUSTED_LENGTH
         stop_seconds = None if is_alone else view.cost.profile.stop_seconds
-        if stop_seconds is None or not _checks_pay(view, view.cost, stop_seconds):
+        if stop_seconds is None or not self._checks_pay(view, view.cost, stop_seconds):
             return np.minimum(chosen.lengths, longest)
         self._stopping = self._rule(view, view.cost, stop_seconds, price)
         return np.where(chosen.lengths > 0, np.minimum(view.limit, longest), 0)
@@ -150,6 +194,8 @@ class Adaptive(Policy):
         if lookup is None or lookup.is_alone or not lookup.limit.any():
             return super().guesses(view)
         drafted = self.lengths(view)
+        if self._is_try:  # by what is known it does not pay
+            return Guesses(drafted, np.zeros(drafted.shape, dtype=np.bool_))
         own = np.where(drafted[:, None] > 0, self._survival(view), 0.0)
         found = lookup.survival[:, : own.shape[1]]
         is_better = (lookup.limit > 0) & (found.sum(axis=1) >= own.sum(axis=1))
@@ -238,12 +284,12 @@ class Adaptive(Policy):
         suffices = sizes * max(0.0, 1 - rows_per_second * row) >= asked * seconds
         return int(sizes[suffices.argmax()]) if suffices.any() else MAX_RUNNING
 
-    def _survival(self, view: BatchView) -> FloatArray:
+    def _survival(self, view: BatchView, *, hopes: bool = False) -> FloatArray:
         """[B, depth] P(a draft is accepted up to each position), to a depth that MAX_DRAFTS leaves room for."""
         depth = min(DEPTH, MAX_DRAFTS // view.num_requests + 2)
         if view.lookup is not None and view.lookup.is_alone:
             return view.lookup.survival[:, :depth]
-        survival: FloatArray = self._acceptance.position_rates(view, depth).cumprod(axis=1)
+        survival: FloatArray = self._acceptance.position_rates(view, depth, hopes=hopes).cumprod(axis=1)
         survival[POSITIONS[:depth] >= view.limit[:, None]] = 0.0
         return survival
 
@@ -254,6 +300,17 @@ class Adaptive(Policy):
         read = float(cost.read_by_draft(view.num_tokens).sum())
         seconds = cost.next_draft(size, read) + (rows[1:] - rows[:-1]) + stop_seconds
         return Stopping(self._checked_acceptance.position_rates(view), seconds, price, self._calibration.weights)
+
+    def _checks_pay(self, view: BatchView, cost: ProfiledCost, stop_seconds: float) -> bool:
+        """Whether a confidence check saves more than its seconds; the requests of a batch share the gain.
+
+        It saves the drafting of tokens that would be rejected: the less, the better the draft.
+        """
+        size = view.num_requests
+        if size > MAX_CHECKED:
+            return False
+        rejected = min(1.0, (1 - float(self._acceptance.likely_rates[0])) / (1 - PRIOR_RATE))
+        return rejected * CHECK_GAIN / size * float(cost.next_draft(size, 0.0)) > stop_seconds
 
     def _price(self, share: float, beside: Callable[[], float]) -> float:
         """Seconds a token is worth: `share` is its part of a step without prompts, `beside` what it adds to one with.
@@ -427,9 +484,3 @@ def _sum_down(rows: Numbers) -> Numbers:
     for above, row in pairwise(rows):
         row += above
     return rows
-
-
-def _checks_pay(view: BatchView, cost: ProfiledCost, stop_seconds: float) -> bool:
-    """Whether a confidence check saves more than its seconds; the requests of a batch share the gain."""
-    size = view.num_requests
-    return size <= MAX_CHECKED and CHECK_GAIN / size * float(cost.next_draft(size, 0.0)) > stop_seconds

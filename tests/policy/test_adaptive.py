@@ -12,13 +12,13 @@ from faser.cost.profiled_cost import ProfiledCost
 from faser.policy.adaptive import CHECK_GAIN, DEPTH, MAX_CHECKED, MAX_RUNNING, Adaptive
 from faser.policy.base import BatchView
 from faser.policy.evidence import UNTRUSTED_LENGTH
-from tests.policy.profiles import H200, SMOOTH, curve, make_outcome, make_view
+from tests.policy.profiles import H200, SMOOTH, curve, make_outcome, make_view, proven
 
 GOOD, BAD = {"accepted": 190, "tried": 200}, {"accepted": 2, "tried": 200}
 
 
 def lengths_of(view: BatchView, policy: Adaptive | None = None) -> list[int]:
-    return (policy or Adaptive()).lengths(view).tolist()
+    return (policy or proven()).lengths(view).tolist()
 
 
 def work_per_second(view: BatchView, lengths: np.ndarray, survival: np.ndarray) -> float:
@@ -42,7 +42,7 @@ def test_the_lengths_are_the_best_of_all_combinations(size):
         tried, contexts = random.integers(0, 100, size), random.integers(200, longest + 1, size)
         accepted = (tried * random.uniform(0, 1, size)).astype(int)
         view = make_view(size, limit=4, tried=tried, accepted=accepted, num_tokens=contexts)
-        policy = Adaptive()
+        policy = proven()
         survival = policy._acceptance.position_rates(view).cumprod(axis=1)
         every = np.stack(np.meshgrid(*[np.arange(5)] * size, indexing="ij"), axis=-1).reshape(-1, size)
         best = max(work_per_second(view, lengths, survival) for lengths in every)
@@ -88,7 +88,7 @@ def test_prompts_in_the_step_are_no_reason_to_stop_when_they_are_rare():
 
 def always_with_prompts() -> Adaptive:
     """A policy that has seen prompts in every step for long."""
-    policy = Adaptive()
+    policy = proven()
     for _ in range(500):
         policy.learn(make_outcome([1] * 64, [1] * 64, prefill_rows=900))
     return policy
@@ -130,7 +130,7 @@ def test_a_draft_that_fell_behind_catches_up_if_the_request_goes_on_long_enough(
 
 
 def test_bad_drafts_end_speculation_and_a_long_pause_gives_it_another_chance():
-    policy = Adaptive()
+    policy = proven()
     for _ in range(60):
         policy.learn(make_outcome([3] * 16, [0] * 16))
     assert not any(lengths_of(make_view(16), policy))
@@ -142,7 +142,7 @@ def test_bad_drafts_end_speculation_and_a_long_pause_gives_it_another_chance():
 def checked(size: int, stop_seconds: float | None, **counts: int) -> tuple[BatchView, Adaptive]:
     view = make_view(size, **counts)
     profile = replace(H200, stop_seconds=stop_seconds)
-    return replace(view, cost=ProfiledCost(profile)), Adaptive()
+    return replace(view, cost=ProfiledCost(profile)), proven()
 
 
 def test_drafts_of_a_single_request_get_confidence_checks():
@@ -166,6 +166,20 @@ def test_a_confidence_check_may_take_a_share_of_the_drafting_it_can_save(size):
         assert (policy.stopping() is not None) == pays
 
 
+def test_the_better_the_draft_the_less_a_confidence_check_may_cost():
+    def checks(accepted: int, share: float) -> bool:
+        view, policy = checked(1, share * CHECK_GAIN * float(ProfiledCost(H200).next_draft(1, 0.0)), **GOOD)
+        for _ in range(40):
+            policy.learn(make_outcome([1] * 100, np.arange(100) < accepted))
+        policy.lengths(view)
+        return policy.stopping() is not None
+
+    assert checks(70, 0.9)
+    assert checks(85, 0.4)
+    assert not checks(85, 0.6)
+    assert not checks(97, 0.4)
+
+
 @pytest.mark.parametrize(
     ("size", "stop_seconds", "counts"),
     [(MAX_CHECKED + 1, 0.0, GOOD), (1, None, GOOD), (1, 1.0, GOOD), (1, 0.0, BAD)],
@@ -180,13 +194,13 @@ def test_where_checks_do_not_pay_there_is_no_rule_to_stop_by(size, stop_seconds,
 
 
 def test_of_checked_drafts_only_the_first_token_counts_for_unchecked_ones():
-    policy = Adaptive()
+    policy = proven()
     outcome = make_outcome([4], [4])
     for _ in range(300):
         policy.learn(replace(outcome, confidence=np.full((1, DEPTH), 0.9)))
     before = policy._acceptance.rates
     assert before[0] > 0.9
-    assert before[1:] == pytest.approx(Adaptive()._acceptance.rates[1:])
+    assert before[1:] == pytest.approx(proven()._acceptance.rates[1:])
     assert policy._checked_acceptance.rates[3] > 0.9
 
 
@@ -201,9 +215,9 @@ def test_a_batch_that_fell_behind_catches_up_together_if_that_pays_before_it_end
     assert np.array(lengths_of(view)).any() == pays
 
 
-def with_traffic(prompt_rows: int, steps: int = 3) -> Adaptive:
+def with_traffic(prompt_rows: int, steps: int = 5) -> Adaptive:
     """A policy that has seen a short burst: steps of 10 ms with `prompt_rows` prompt rows."""
-    policy = Adaptive()
+    policy = proven()
     for _ in range(steps):
         policy.learn(make_outcome([1] * 16, [1] * 16, seconds=10e-3, prefill_rows=prompt_rows))
     return policy
@@ -228,7 +242,7 @@ def test_costs_that_cannot_be_trusted_get_short_drafts():
     def longest(error: float) -> int:
         view = BatchView.alike(1, 100, ProfiledCost(replace(H200, errors={"verify": error})))
         view = replace(view, accepted=np.array([990]), tried=np.array([1000]))
-        return int(Adaptive().lengths(view).max())
+        return int(proven().lengths(view).max())
 
     assert longest(error=0.05) > UNTRUSTED_LENGTH
     assert 0 < longest(error=1.0) <= UNTRUSTED_LENGTH
@@ -236,7 +250,7 @@ def test_costs_that_cannot_be_trusted_get_short_drafts():
 
 def test_a_long_context_and_a_short_one_get_their_own_lengths():
     """New requests: what is known of them is how long their contexts are."""
-    policy, contexts = Adaptive(), np.array([200, 32_000])
+    policy, contexts = proven(), np.array([200, 32_000])
     for _ in range(600):
         policy.learn(replace(make_outcome([4, 4], [4, 0]), num_tokens=contexts))
     short, long = policy.lengths(make_view(2, num_tokens=contexts, profile=H200)).tolist()
@@ -248,8 +262,8 @@ def test_a_draft_that_sees_a_window_drafts_longer_in_long_contexts():
     """Its reading costs the same however long they are."""
     profile = replace(H200, first_draft=curve((1, 256), (0.8, 2.2), 1e-7), next_draft=curve((1, 256), (0.7, 2.1), 1e-7))
     view = make_view(4, num_tokens=4000, profile=profile, accepted=80, tried=100)
-    whole = Adaptive().lengths(view)
-    windowed = Adaptive().lengths(replace(view, cost=ProfiledCost(profile, draft_span=1028)))
+    whole = proven().lengths(view)
+    windowed = proven().lengths(replace(view, cost=ProfiledCost(profile, draft_span=1028)))
     assert windowed.sum() > whole.sum()
 
 
@@ -266,20 +280,20 @@ def test_beside_short_contexts_a_long_one_that_is_dear_to_draft_for_does_not_dra
     """A draft whose KV is nearly as large as the target's: it reads more for a long context than that saves."""
     contexts = [32_000] + [200] * (size - 1)
     view = make_view(size, num_tokens=contexts, profile=reading(36e-9), accepted=150, tried=200)
-    long, *short = Adaptive().lengths(view).tolist()
+    long, *short = proven().lengths(view).tolist()
     assert long == 0
     assert min(short) >= 1
     windowed = replace(view, cost=ProfiledCost(reading(36e-9), draft_span=1028))
-    assert Adaptive().lengths(windowed)[0] >= 1, "with a window it reads as little as the others"
+    assert proven().lengths(windowed)[0] >= 1, "with a window it reads as little as the others"
 
 
 def test_beside_short_contexts_long_ones_that_are_cheap_to_draft_for_draft_longer():
     """The target reads a long context in every step: its tokens save more than those of the others."""
     contexts = np.array([32_000] * 8 + [200] * 56)
     view = make_view(64, num_tokens=contexts, profile=SMOOTH, accepted=150, tried=200)
-    lengths = Adaptive().lengths(replace(view, cost=ProfiledCost(SMOOTH, draft_span=1028)))
+    lengths = proven().lengths(replace(view, cost=ProfiledCost(SMOOTH, draft_span=1028)))
     assert lengths[:8].min() >= lengths[8:].max() + 2
-    alike = Adaptive().lengths(make_view(64, num_tokens=4175, profile=SMOOTH, accepted=150, tried=200))
+    alike = proven().lengths(make_view(64, num_tokens=4175, profile=SMOOTH, accepted=150, tried=200))
     assert alike.min() == alike.max()
 
 

@@ -10,10 +10,10 @@ import pytest
 from faser.limits import ADAPTIVE_MAX_LENGTH
 from faser.policy import Fixed
 from faser.policy.acceptance import Acceptance
-from faser.policy.adaptive import DEPTH, Adaptive
+from faser.policy.adaptive import DEPTH
 from faser.policy.base import BatchView, LookupView
 from faser.policy.lookup import CLASSES, PRIOR_RATES, LookupAcceptance, class_of
-from tests.policy.profiles import make_outcome, make_view
+from tests.policy.profiles import make_outcome, make_view, proven
 
 GOOD = {"accepted": 160, "tried": 200}
 
@@ -76,10 +76,10 @@ def test_any_policy_looks_up_where_that_brings_more_tokens_than_the_draft():
 
 def test_without_prompt_lookup_a_policy_is_asked_as_ever():
     view = make_view(3, **GOOD)
-    guesses = Adaptive().guesses(view)
-    assert guesses.lengths.tolist() == Adaptive().lengths(view).tolist()
+    guesses = proven().guesses(view)
+    assert guesses.lengths.tolist() == proven().lengths(view).tolist()
     assert not guesses.is_looked_up.any()
-    nothing = Adaptive().guesses(with_lookup(view, [0.0, 0.0, 0.0]))
+    nothing = proven().guesses(with_lookup(view, [0.0, 0.0, 0.0]))
     assert nothing.lengths.tolist() == guesses.lengths.tolist()
     assert not nothing.is_looked_up.any()
 
@@ -87,7 +87,7 @@ def test_without_prompt_lookup_a_policy_is_asked_as_ever():
 @pytest.mark.parametrize("size", [8, 32])
 def test_faser_gives_each_request_the_better_guesser(size):
     rates = [0.98] + [0.3] * (size - 1)
-    guesses = Adaptive().guesses(with_lookup(make_view(size, accepted=180, tried=200), rates))
+    guesses = proven().guesses(with_lookup(make_view(size, accepted=180, tried=200), rates))
     assert guesses.is_looked_up.tolist() == [True] + [False] * (size - 1)
     assert (guesses.lengths[0] >= guesses.lengths[1:]).all(), "copied text is drafted for nothing"
     assert guesses.lengths[1:].all()
@@ -95,7 +95,7 @@ def test_faser_gives_each_request_the_better_guesser(size):
 
 def test_faser_runs_no_draft_for_the_few_while_many_copy():
     """The seconds of the draft delay everybody."""
-    guesses = Adaptive().guesses(with_lookup(make_view(8, **GOOD), [0.98] * 6 + [0.0] * 2))
+    guesses = proven().guesses(with_lookup(make_view(8, **GOOD), [0.98] * 6 + [0.0] * 2))
     assert guesses.lengths[:6].all()
     assert not guesses.lengths[6:].any()
 
@@ -103,7 +103,7 @@ def test_faser_runs_no_draft_for_the_few_while_many_copy():
 def test_faser_leaves_the_draft_alone_where_looking_up_is_as_good():
     """A draft that agrees as often costs its forwards besides."""
     view = make_view(8, accepted=170, tried=200)
-    guesses = Adaptive().guesses(with_lookup(view, [0.84] * 8))
+    guesses = proven().guesses(with_lookup(view, [0.84] * 8))
     assert guesses.is_looked_up.all()
     assert (guesses.lengths > 0).all()
 
@@ -111,28 +111,28 @@ def test_faser_leaves_the_draft_alone_where_looking_up_is_as_good():
 def test_faser_copies_where_the_draft_is_too_dear_for_anybody():
     """256 rows cost what 200 do."""
     view = make_view(200, accepted=20, tried=100)
-    assert not Adaptive().lengths(view).any()
-    guesses = Adaptive().guesses(with_lookup(view, [0.95] * 8 + [0.0] * 192))
+    assert not proven().lengths(view).any()
+    guesses = proven().guesses(with_lookup(view, [0.95] * 8 + [0.0] * 192))
     assert guesses.lengths[:8].all()
     assert not guesses.lengths[8:].any()
-    none = Adaptive().guesses(with_lookup(make_view(256, accepted=20, tried=100), [0.95] * 8 + [0.0] * 248))
+    none = proven().guesses(with_lookup(make_view(256, accepted=20, tried=100), [0.95] * 8 + [0.0] * 248))
     assert not none.lengths.any(), "a 257th row costs as much as 256 more"
 
 
 def test_faser_copies_nothing_that_is_wrong_too_often():
-    guesses = Adaptive().guesses(with_lookup(make_view(256, accepted=60, tried=100), [0.05] * 256))
+    guesses = proven().guesses(with_lookup(make_view(256, accepted=60, tried=100), [0.05] * 256))
     assert not guesses.lengths.any()
 
 
 def test_while_the_draft_is_away_its_seconds_count_for_nothing():
     view = with_lookup(make_view(64, accepted=2, tried=200, lag=0), [0.5] * 64, alone=True)
-    guesses = Adaptive().guesses(view)
+    guesses = proven().guesses(view)
     assert guesses.is_looked_up.all()
     assert guesses.lengths.all()
 
 
 def test_a_step_with_copied_text_says_nothing_of_the_drafts_own_gain():
-    policy = Adaptive()
+    policy = proven()
     told = []
     policy._measured.learn = lambda outcome, seconds: told.append(outcome)
     policy.learn(make_outcome([3], [2]))
