@@ -38,7 +38,8 @@ def test_the_floor_of_a_product_is_the_bytes_of_its_weights():
 @pytest.mark.parametrize("num_rows", [1, 64])
 def test_plans_to_try_fit_the_memory_that_products_share(name, num_rows):
     # here, because modules with kernels ask when they are imported whether Triton's interpreter is to run them
-    from benchmarks.lib.quantised_cuda import LinearWorkspace, candidates, padded
+    from benchmarks.lib.quantised_cuda import LinearWorkspace, candidates
+    from faser.runtime.cuda.quantised_plans import padded
 
     partials = LinearWorkspace.allocate("cpu").partials.numel()
     plans = list(candidates("int4", num_rows, name, (4096, 14336)))

@@ -17,7 +17,6 @@ from faser.models import weights
 from faser.models.transformer import Transformer
 from faser.policy import Fixed
 from faser.request import Request, SamplingParams
-from faser.runtime.cuda.device import CudaDevice
 from faser.runtime.cuda.memory import GIB, RESERVED_BYTES, Division, explained_shortage, fitting_pages
 from tests.runtime.cuda.test_executor import on
 from tests.tiny import CONFIGS, make_draft
@@ -57,23 +56,6 @@ def test_a_model_too_large_for_the_memory_is_refused_with_advice(folder, monkeyp
     monkeypatch.setattr(weights, "load", fail)
     with pytest.raises(ConfigError, match=r"loading the target in float32: .* --device cpu \(tried 70 GiB\)"):
         load_pair(str(folder), None, EngineOptions(device="cpu"))
-
-
-def test_a_model_whose_heads_a_gpu_cannot_compute_is_refused_before_weights_are_loaded(folder, monkeypatch):
-    monkeypatch.setattr(weights, "load", lambda *_args, **_kwargs: pytest.fail("weights were loaded"))
-    monkeypatch.setattr("faser.build.make_device", lambda _name: CudaDevice())
-    monkeypatch.setattr(CudaDevice, "memory", 2**40)
-    with pytest.raises(ConfigError, match=r"the target has head_dim=\d+: .*powers of two from 16 on.*--device cpu"):
-        load_pair(str(folder), None, EngineOptions(device="cuda"))
-
-
-@pytest.mark.parametrize("head_dim", [8, 12, 80])
-def test_models_in_memory_are_refused_for_their_heads_by_name(head_dim):
-    target = Transformer.random(replace(CONFIGS["llama3"], head_dim=16), 0)
-    draft = Transformer.random(replace(CONFIGS["llama3"], head_dim=head_dim), 0)
-    options = EngineOptions(policy=Fixed(2), num_pages=16, max_running=2)
-    with pytest.raises(ConfigError, match=f"the draft has head_dim={head_dim}"):
-        build_engine(on(target, "cpu"), on(draft, "cpu"), options, device=CudaDevice())
 
 
 def parts(kv_memory, max_model_len=4096):
