@@ -19,13 +19,16 @@ Modes (--modes), each in a process of its own:
   eagle3               a head instead, if --eagle3 is given
   trace                of `trace`, with a window
   vllm:off, vllm:model:K, vllm:eagle3:K   vLLM. `loops` are closed batches: tokens/s from the time when all requests
-                       that fit decode until the first one ends. `trace` plays what the mode `trace` wrote
+                       that fit decode until the first one ends; none where one ends before. `trace` plays what the
+                       mode `trace` wrote
 
-Every engine of FASER is built for one case (--cases, prompt:requests), with all memory that the models leave. Where
-fewer requests fit than are open, the others wait; `running` says how many decode.
+Every engine of FASER is built for one case (--cases, prompt:requests), with all memory that the models leave, a quick
+profile and no bound on a step's duration; that of `trace` has a full profile and the default bound. Where fewer
+requests fit than are open, the others wait; `running` says how many decode. Where the time ends early, a policy has
+fewer `turns`.
 
     python3 -m benchmarks.long_context --target TARGET.gguf [--parts capacity,kernels,prefill,loops,trace]
-        [--modes whole,window,vllm:off,vllm:model:2] [--cases 2048:128,8192:64,16384:32,32768:24,131072:1]
+        [--modes window,whole,vllm:off,vllm:model:2] [--cases 2048:128,8192:64,16384:32,32768:24,131072:1]
         [--eagle3 HEAD] [--vllm-bundle DIR] [--python-path DIR] [--folder DIR]
     python3 -m benchmarks.long_context --report-only DIR         # measures nothing
     python3 -m benchmarks.long_context --tiny --device cpu       # tiny models, no kernels: does it all run?
@@ -33,10 +36,12 @@ fewer requests fit than are open, the others wait; `running` says how many decod
 All of it takes more than one call of ten minutes: at the floor of 790 TFLOP/s the prompts of all cases take 56 s, and
 every mode reads them. Calls with the same --folder share models, caches and the journal, for instance
 
-    --parts capacity,kernels,prefill,loops --modes whole,window --cases 2048:128,8192:64,16384:32
-    --parts prefill,loops --modes whole,window --cases 32768:24,131072:1
+    --parts capacity,kernels,prefill,loops --modes window,whole --cases 2048:128,8192:64,16384:32
+    --parts prefill,loops --modes window,whole --cases 32768:24,131072:1
     --parts prefill,loops --modes vllm:off,vllm:model:2 --cases 8192:64,32768:24
-    --parts trace --modes trace,vllm:off
+    --parts trace --modes trace,vllm:off --loads 0.3,1 --trace-policies off,fixed:1,fixed:2,fixed:4,faser
+
+--budget-seconds counts from the start of the command: lower it by what else a call does before, such as to unpack vLLM.
 
 Results go to $OUT (else to --folder): long_context.jsonl is the journal, long_context.log the output of the processes,
 long_context.json and .md are up to date at any moment. Figures measured later replace earlier ones. The last line is
@@ -80,10 +85,10 @@ PARTS = ("capacity", "kernels", "prefill", "loops", "trace")
 CASE_PARTS = {"prefill", "loops"}
 CAPACITY_RUNNING = 256  # requests of the engine that capacity is read from: more pages than they can hold are not made
 DRAFTS = {"whole": "draft", "window": "draft", "eagle3": "eagle3"}  # folders, by mode
-MODES = ("whole", "window", "eagle3", "trace", "vllm:off", "vllm:model:2")
+MODES = ("window", "whole", "eagle3", "trace", "vllm:off", "vllm:model:2")
 KERNEL_ROWS = (1, 2, 3, 5, 8)
 MODELS_SECONDS, MODE_SECONDS = 240.0, 540.0  # of a process; then it is ended
-ENGINE_SECONDS = 25.0  # to build an engine with its profile, assumed
+ENGINE_SECONDS = 15.0  # to build an engine with a quick profile, assumed
 STEADY_STEPS = 4  # in which no request is admitted: then all that fit have begun
 VLLM_MEMORY = 0.92  # share of the GPU's; FASER takes what the models leave but for 1.5 GiB
 
@@ -206,7 +211,7 @@ def engine_options(args: argparse.Namespace, mode: str, max_model_len: int, max_
         max_model_len=max_model_len,
         draft_window=args.long.window if mode in ("window", "trace") else "off",
         prefix_caching=False,
-        profiling="full" if on_gpu else "none",
+        profiling="none" if not on_gpu else "full" if mode == "trace" else "quick",
         early_exit="off",
         overlap="off",
         offload="off",
@@ -254,14 +259,14 @@ def measure_case(args: argparse.Namespace, journal: Journal, pair: Any, case: Ca
     mode, sizes, shape = args.only_mode, args.long, shape_of(pair.target.config)
     prompts: list[Prompt] = read_json(prompts_file(args, case))
     growth = sizes.growth(len(args.policies))
-    num_prompts = case.requests * ("loops" in args.parts) + 4 * ("prefill" in args.parts)
-    needed = ENGINE_SECONDS + 1.5 * num_prompts * prompt_floor_s(shape, len(prompts[0]))
+    needed = seconds_needed(args, shape, case.requests, len(prompts[0]))
     if args.device == "cuda" and time.time() + needed > args.until:
         raise TimeoutError(f"it would take {needed:.0f} s or more, {left(args):.0f} s are left")
     is_real = case.context <= sizes.trained or args.device != "cuda"
     options = engine_options(
-        args, mode, len(prompts[0]) + growth + 16, case.requests, acceptance=None if is_real else args.acceptance
-    )
+        args, mode, len(prompts[0]) + growth + 16, case.requests, acceptance=None if is_real else args.acceptance,
+        max_step_ms=0,  # else the first requests are at their end before the last prompt is read
+    )  # fmt: skip
     started = time.perf_counter()
     engine = build_engine(pair.target, pair.draft, options)
     about = {"mode": mode, "context": case.context, "requests": case.requests}
@@ -277,6 +282,15 @@ def measure_case(args: argparse.Namespace, journal: Journal, pair: Any, case: Ca
                 journal.add("loop", **about, **figures, floor_ms=floor, is_real=is_real)
     finally:
         engine.close()
+
+
+def seconds_needed(args: argparse.Namespace, shape: Figures, requests: int, prompt: int) -> float:
+    """Of a case: its engine, prompts, and turns of one token a step, at the floor of the target."""
+    sizes, has_loops = args.long, "loops" in args.parts
+    prompts = requests * has_loops + 4 * ("prefill" in args.parts)
+    steps = 2 * sizes.rounds * len(args.policies) * (sizes.turn + sizes.settle) * has_loops
+    step = floor_ms(shape, shape["vocab_size"], requests, requests * prompt) / 1e3
+    return ENGINE_SECONDS + 1.5 * prompts * prompt_floor_s(shape, prompt) + steps * step
 
 
 def shape_of(config: Any) -> dict[str, int]:
@@ -328,21 +342,28 @@ class LongBatch:
         return {"ttft_s": first - began, "answer_s": ended - began, "tokens": len(prompt)}
 
     def loops(self, prompts: Sequence[Prompt], growth: int) -> Iterator[Figures]:
-        """The figures of every policy over all its turns."""
+        """The figures of every policy over the turns for which there was time. Raises if one had no turn."""
         sizes, names = self.args.long, list(self.policies)
         began = time.perf_counter()
         self._fill(prompts, growth)
         filled = time.perf_counter() - began
         turns: dict[str, list[Figures]] = {name: [] for name in names}
-        for name in sizes.rounds * (names + names[::-1]):
-            found = self._turn(name)
-            if found is None:
-                break
-            turns[name].append(found)
+        why: Exception = RuntimeError("a request ended")
+        try:
+            for name in sizes.rounds * (names + names[::-1]):
+                found = self._turn(name)
+                if found is None:
+                    break
+                turns[name].append(found)
+        except TimeoutError as error:
+            why = error
         self.engine.abandon()
-        for name, found in turns.items():
-            if found:
-                yield {"policy": name, "fill_s": filled, **joined(found, len(prompts[0]))}
+        for name, played in turns.items():
+            if played:
+                yield {"policy": name, "fill_s": filled, "turns": len(played), **joined(played, len(prompts[0]))}
+        without = [name for name, played in turns.items() if not played]
+        if without:
+            raise RuntimeError(f"no turn of {', '.join(without)}: {why}") from why
 
     def _fill(self, prompts: Sequence[Prompt], growth: int) -> None:
         """Until all requests that fit have begun."""
@@ -351,8 +372,11 @@ class LongBatch:
         self._add(prompts, growth)
         while steady < STEADY_STEPS:
             self._check_time()
-            begun |= {item.request_id for item in self.engine.step()}
-            is_full = len(begun) == len(prompts) or scheduler.num_waiting > 0
+            progress = self.engine.step()
+            if any(item.finish is not None for item in progress):
+                raise RuntimeError(f"a request ended when {len(begun)} of {len(prompts)} had begun")
+            begun |= {item.request_id for item in progress}
+            is_full = len(begun) == len(prompts) or scheduler.lacks_pages
             steady = steady + 1 if is_full and len(begun) >= scheduler.num_running > 0 else 0
 
     def _turn(self, name: str) -> Figures | None:
@@ -561,13 +585,24 @@ class TimedPlayer(Player):
             seen.add(given.outputs[0].token_ids, time.perf_counter())
 
 
-def steady_rate(seen: Sequence[Seen]) -> Figures:
-    """Tokens/s and running requests from the last beginning before the first end, until that end."""
+def steady_rate(seen: Sequence[Seen], fitting: int) -> Figures:
+    """Tokens/s and running requests from the last beginning before the first end, until that end.
+
+    No rate if fewer have begun by then than fit: prompts were still read.
+    """
     closed = min(each.last for each in seen)
     begun = [each for each in seen if each.first < closed]
     opened = max((each.first for each in begun), default=closed)
     tokens = sum(count for each in begun for now, count in each.chunks if opened < now <= closed)
-    return {"tokens_per_s": tokens / (closed - opened) if closed > opened else None, "running": len(begun)}
+    is_steady = closed > opened and len(begun) >= min(fitting, len(seen))
+    return {"tokens_per_s": tokens / (closed - opened) if is_steady else None, "running": len(begun)}
+
+
+def vllm_fitting(engine: Any, tokens: int) -> int | None:
+    """How many requests of so many tokens vLLM's KV cache holds; None where the engine does not say."""
+    config = getattr(getattr(engine, "vllm_config", None), "cache_config", None)
+    blocks, size = (getattr(config, name, None) for name in ("num_gpu_blocks", "block_size"))
+    return int(blocks // -(-tokens // size)) if blocks and size else None
 
 
 def run_vllm_mode(args: argparse.Namespace, journal: Journal) -> None:
@@ -604,7 +639,11 @@ def measure_vllm(args: argparse.Namespace, journal: Journal, player: TimedPlayer
         journal.add("prefill", **about, **figures, tokens=len(prompts[0]))
     if "loops" in args.parts:
         seen = player.timed(prompts, args.long.vllm_output, left(args))
-        journal.add("loop", **about, **steady_rate(seen), is_real=kind_of(args, case) == "real")
+        fitting = vllm_fitting(player.engine, len(prompts[0]) + args.long.vllm_output)
+        figures = steady_rate(seen, len(seen) if fitting is None else fitting)
+        journal.add("loop", **about, **figures, is_real=kind_of(args, case) == "real")
+        if figures["tokens_per_s"] is None:
+            raise RuntimeError(f"a request ended when {figures['running']} had begun; raise --vllm-output")
 
 
 def play_vllm_trace(args: argparse.Namespace, journal: Journal, player: TimedPlayer, load: float) -> None:

@@ -66,6 +66,7 @@ MAX_LENGTH = 8  # of the plugin's drafts under a policy that chooses
 TABLE = ((1, 32, 1.0), (33, 128, 0.5), (129, 1024, 0.0))  # batch sizes, and the share of K that vLLM drafts there
 MODELS_SECONDS, MODE_SECONDS = 200.0, 520.0  # of a process; then it is ended
 GPU_MEMORY = 0.85  # share
+BATCH_TOKENS = 8192  # of a step, as `vllm serve` chooses on this GPU; an engine made in a process would take 2,048
 WARM_TOKENS = 24
 REFERENCE = "off-v1"  # the mode that answers of the loop of 1 are compared with
 NUM_LOGPROBS = 5
@@ -117,7 +118,8 @@ class Mode:
             "max_model_len": shape.max_model_len, "max_num_seqs": shape.max_running, "disable_log_stats": True,
             "dtype": "bfloat16" if on_gpu else "float32",
         }  # fmt: skip
-        given |= {"gpu_memory_utilization": GPU_MEMORY} if on_gpu else {"enforce_eager": True}
+        own = {"gpu_memory_utilization": GPU_MEMORY, "max_num_batched_tokens": BATCH_TOKENS}
+        given |= own if on_gpu else {"enforce_eager": True}
         if self.length:
             draft: Figures = {"method": "draft_model", "model": str(folder / "draft")}
             given["speculative_config"] = draft | {"num_speculative_tokens": self.length}

@@ -150,7 +150,7 @@ def aims(found: Figures) -> Iterator[Aim]:
 
 LOOP_COLUMNS = (
     "tokens_per_s", "running", "step_ms", "floor_ms", "draft_ms", "verify_ms", "tokens_per_step", "mean_length",
-    "acceptance",
+    "acceptance", "turns",
 )  # fmt: skip
 
 

@@ -36,6 +36,11 @@ def test_vllms_speculation_has_graphs_for_its_largest_batch():
     assert given["async_scheduling"]
 
 
+@pytest.mark.parametrize("mode", ["off-v2", "vllm:4", "plugin:faser"])
+def test_steps_are_as_large_as_those_of_vllms_server(mode):
+    assert Mode(mode).engine_args(FOLDER, Shape(), on_gpu=True)["max_num_batched_tokens"] == 8192
+
+
 def test_vllms_table_ends_without_drafts():
     table = Mode("table:4").engine_args(FOLDER, Shape(), True)["speculative_config"]
     assert table["num_speculative_tokens_per_batch_size"] == [[1, 32, 4], [33, 128, 2], [129, 1024, 0]]
