@@ -20,8 +20,9 @@ from faser.runtime.cuda import linear as ours
 from faser.runtime.cuda.compile import compile_all
 from faser.runtime.cuda.linear import LinearWorkspace
 from faser.runtime.cuda.linear_plans import NUM_SMS, Plan
-from faser.runtime.cuda.quantised_plans import fits_workspace
+from faser.runtime.cuda.quantised_plans import fits_workspace, padded
 
+SHARED_BYTES = 200 * 1024  # of a program, at most
 # Outputs and warps of a program. With 64 outputs and 4 warps a tensor core takes a warp group at a time.
 TILES = ((64, 4), (64, 2), (32, 2), (32, 1), (16, 1))
 
@@ -59,7 +60,9 @@ class CudaProducts(Products):
         return digits(float((results[1] - results[0]).norm() / results[0].norm()))
 
     def _result(self, name: str, plan: Plan | None) -> Tensor:
-        kept, self.hidden = self.hidden, self.hidden.clone()  # products with a residual add to it
+        kept, self.hidden = self.hidden, self.hidden.clone()
+        if name in ("out", "down"):  # these add to it, and what is there would hide the product
+            self.hidden.zero_()
         self.run(name, self.model.layers[0], plan)
         result = {"qkv": self.qkv, "gate_up": self.activated}.get(name, self.hidden).float()
         self.hidden = kept
@@ -85,7 +88,11 @@ def candidates(kind: str, num_rows: int, name: str, shape: tuple[int, int]) -> I
         split = 1 if is_gated else max(1, min(per_sm * NUM_SMS // num_blocks, k // (2 * step)))
         resident = min(per_sm, max(1, round(num_blocks * split / NUM_SMS)))
         stage_bytes = block_n * (1 + is_gated) * step_bytes
-        stages = max(2, min(8, in_flight * 1024 // (resident * stage_bytes)))
+        row_bytes = padded(num_rows) * step * (2 if kind == "int4" else 1)
+        most = SHARED_BYTES // (stage_bytes + row_bytes)
+        if most < 2:
+            continue
+        stages = max(2, min(8, most, in_flight * 1024 // (resident * stage_bytes)))
         plan = Plan("tiles", block_n, step, warps, split=split, num_stages=stages)
         if plan not in tried and (split == 1 or fits_workspace(plan, num_rows, num_blocks)):
             tried.add(plan)

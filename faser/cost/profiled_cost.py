@@ -47,6 +47,8 @@ TRUST = {
 class ProfiledCost:
     """A profile and the corrections of it. Where rows may be arrays the answer has their shape."""
 
+    drafts_whole_batch = False  # whether the draft computes all requests of a step if it drafts for one
+
     def __init__(self, profile: Profile, draft_span: int | None = None) -> None:
         self._draft_span = draft_span  # tokens of a context that the draft reads at most; None: all
         self.host = profile.host  # seconds of every step outside both models

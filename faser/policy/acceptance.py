@@ -28,7 +28,7 @@ PAUSE_FALL = 4  # steps by which a pause is shorter, for every step with drafts
 HELD_WEIGHT = 32.0  # tried tokens that what is known counts as, at least, during a pause
 CHANCE_WEIGHT = 0.25  # tried tokens that what is known of a request then counts as; all else is forgotten
 HOPED_RATE, HOPED_WEIGHT = 0.9, 4.0  # a rate that a hardly tried draft may have, and tried tokens it counts as
-MOST_TRIED = 64.0  # first tokens after which tries end
+MOST_TRIED = 64  # first tokens after which tries end
 TRY_GAP = 8  # steps without drafts that do not end tries
 PROVEN = 4.0  # accepted first tokens that end the caution with an unknown draft
 CALIBRATION_WEIGHT = 4.0  # tried tokens that the initial calibration counts as, about
@@ -52,6 +52,7 @@ class Acceptance:
         self._own = _OwnCounts()
         self._contexts = _ContextCounts()
         self._num_steps = 0  # with drafts
+        self._num_tried = 0  # first tokens, since what was known was forgotten
         self._num_idle = 0  # steps without drafts since the last one with drafts, or since the last chance
         self._pause = LEAST_PAUSE
 
@@ -96,7 +97,7 @@ class Acceptance:
     @property
     def may_be_tried(self) -> bool:
         """Whether tries may begin or go on."""
-        return self.is_unknown or bool(self._num_idle < TRY_GAP and self._counts[0, 0] < MOST_TRIED)
+        return self.is_unknown or (self._num_idle < TRY_GAP and self._num_tried < MOST_TRIED)
 
     @property
     def mean(self) -> float:
@@ -123,6 +124,7 @@ class Acceptance:
         self._recent += counts
         self._contexts.learn(outcome.num_tokens, tried, accepted)
         self._num_steps += 1
+        self._num_tried += int(counts[0, 0])
         if self._num_steps % CHANGE_INTERVAL == 0 and self._has_changed():
             self._counts[:] = self._recent
             self._weigh(CHANGED_WEIGHT)
@@ -143,6 +145,7 @@ class Acceptance:
             self._scale(ACCEPTANCE_DECAY)
         elif self._num_idle >= self._pause and not self.is_unknown:
             self._num_idle, self._pause = 0, min(MOST_PAUSE, 2 * self._pause)
+            self._num_tried = 0
             self._scale(0.0)
             self._own.forget(CHANCE_WEIGHT)
 

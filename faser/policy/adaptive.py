@@ -16,6 +16,7 @@ from faser.cost.profiled_cost import MAX_STEADY_LAG, ProfiledCost
 from faser.limits import ADAPTIVE_MAX_LENGTH
 from faser.policy.acceptance import Acceptance, Calibration
 from faser.policy.base import PRIOR_RATE, BatchView, Guesses, Outcome, Policy
+from faser.policy.estimates import TYPICAL_REST, typical_rest
 from faser.policy.evidence import UNTRUSTED_LENGTH, MeasuredGain, is_trusted
 from faser.policy.residency import Regret, ResidencyRule
 from faser.policy.tries import Tries
@@ -23,7 +24,6 @@ from faser.rules.stopping import Stopping
 
 DEPTH = ADAPTIVE_MAX_LENGTH
 MAX_DRAFTS = 512  # drafted tokens in one step; beyond 512 rows every row costs its full share
-TYPICAL_REST = 128  # tokens a request is expected to go on for, plus as many as it has generated
 CHECK_GAIN = 0.15  # seconds a confidence check saves / seconds per drafted token, by replay (docs/lab.md)
 MAX_CHECKED = 2  # requests with confidence checks: drafts end together, and among three one is mostly confident
 TRAFFIC_SECONDS = 0.5  # time constant of the measured rate of prompt rows
@@ -85,6 +85,8 @@ class Adaptive(Policy):
         self._measured = MeasuredGain()
         self._tries = Tries()
         self._is_try = False  # the lengths given last
+        self._gain = 1.0  # factor in speed that the latest drafts are expected to bring
+        self._cost: ProfiledCost | None = None  # the latest
         self._plain_seconds: dict[int, float] = {}  # latest prediction for a step without drafts, by requests
         self._stopping: Stopping | None = None
         self._prompt_rows = self._prompt_seconds = self._seconds = 0.0  # decaying sums over steps
@@ -92,8 +94,9 @@ class Adaptive(Policy):
 
     def learn(self, outcome: Outcome) -> None:
         # with the next step planned already, the lengths given last may be that step's
-        was_try = (self._is_try or not self._acceptance.is_proven) and bool(outcome.of_draft[0].any())
-        self._tries.learn(was_try)
+        is_trying = self._is_try or not self._acceptance.is_proven
+        was_try = is_trying and bool(outcome.of_draft[0].any())
+        self._tries.learn(self._draft_steps(outcome) if is_trying else 0.0)
         if outcome.confidence is None:
             self._acceptance.learn(outcome)
         else:  # deeper tokens were drafted only where the draft was confident
@@ -112,7 +115,7 @@ class Adaptive(Policy):
         return self._stopping
 
     def lengths(self, view: BatchView) -> IntArray:
-        self._stopping, self._is_try = None, False
+        self._stopping, self._is_try, self._cost = None, False, view.cost
         none = np.zeros(view.num_requests, dtype=np.int64)
         if not view.limit.any() or self._measured.rules_out(view.num_requests):
             return none
@@ -121,19 +124,34 @@ class Adaptive(Policy):
         if self._acceptance.is_proven:
             lengths = self._paying(view)
             if lengths.any():
-                self._tries.succeed()
+                self._tries.end(self._gain)
                 return lengths
         if not self._acceptance.may_be_tried:
+            self._tries.end()
             return none
         if view.num_prefill_rows and self._prompt_share < 1 - SLACK:  # what a try costs beside prompts is less clear
             return none
-        if self._acceptance.is_unknown and not self._tries.may_begin:
-            return none
         assert view.cost is not None
+        if not self._tries.may_go_on:
+            return none
         hoped_gain = self._hoped_gain(view, view.cost)
         lengths = self._tries.lengths(view, view.cost, int(self._acceptance.num_accepted), hoped_gain)
         self._is_try = bool(lengths.any())
         return lengths
+
+    def _draft_steps(self, outcome: Outcome) -> float:
+        """What drafts cost in a step, in steps without drafts: by the profile, for a single step may be slow."""
+        rows, cost = outcome.lag, self._cost
+        if cost is None or not rows.any():
+            return 0.0
+        contexts = np.zeros_like(rows) if outcome.num_tokens is None else outcome.num_tokens
+        context, is_drafted = float(contexts.sum()), rows > 0
+        read = float(cost.read_by_draft(contexts[is_drafted]).sum())
+        caught_up = int(rows.sum()) if rows.max() > MAX_STEADY_LAG else 0
+        draft = cost.first_draft(int(np.count_nonzero(is_drafted)), read, caught_up)
+        plain = cost.verify(rows.size, context)
+        verified = cost.verify(rows.size + int(outcome.lengths.sum()), context) - plain
+        return float((draft + verified) / (plain + cost.host))
 
     def _hoped_gain(self, view: BatchView, cost: ProfiledCost) -> float:
         """Factor in speed if the draft is as good as may be hoped; 1: it would not pay even then."""
@@ -179,7 +197,7 @@ class Adaptive(Policy):
         chosen = steps.most_valuable(price)
         if chosen is None:
             return none
-        expected_gain = batch.plain_seconds / (batch.size * fastest.seconds_per_token)
+        self._gain = expected_gain = batch.plain_seconds / (batch.size * fastest.seconds_per_token)
         if not self._measured.allows(batch.size, expected_gain, view.cost.error):
             return none
         longest = DEPTH if is_trusted(expected_gain, view.cost.error) else UNTRUSTED_LENGTH
@@ -194,8 +212,8 @@ class Adaptive(Policy):
         if lookup is None or lookup.is_alone or not lookup.limit.any():
             return super().guesses(view)
         drafted = self.lengths(view)
-        if self._is_try:  # by what is known it does not pay
-            return Guesses(drafted, np.zeros(drafted.shape, dtype=np.bool_))
+        if self._is_try:
+            return self._beside_try(view, drafted)
         own = np.where(drafted[:, None] > 0, self._survival(view), 0.0)
         found = lookup.survival[:, : own.shape[1]]
         is_better = (lookup.limit > 0) & (found.sum(axis=1) >= own.sum(axis=1))
@@ -212,6 +230,16 @@ class Adaptive(Policy):
         is_looked_up = lookup.limit > 0 if steps is without else is_better
         drafted = np.where(fastest.lengths > 0, drafted, 0)
         return Guesses(np.where(is_looked_up, self._lookup_lengths(view.cost, batch, steps), drafted), is_looked_up)
+
+    def _beside_try(self, view: BatchView, tried: IntArray) -> Guesses:
+        """The others look up what they found."""
+        assert view.lookup is not None
+        assert view.cost is not None
+        batch = _DecodingBatch(view, view.cost)
+        found = np.where(tried[:, None] > 0, 0.0, view.lookup.survival[:, :DEPTH]) * batch.weights[:, None]
+        steps = _StepPrices(batch, _DraftOrder.of(found), np.zeros(tried.shape, dtype=np.bool_))
+        looked_up = np.zeros_like(tried) if steps.fastest is None else self._lookup_lengths(view.cost, batch, steps)
+        return Guesses(tried + looked_up, tried == 0)
 
     def _lookup_lengths(self, cost: ProfiledCost, batch: _DecodingBatch, steps: _StepPrices) -> IntArray:
         """The lengths of greatest value; only those of drafts that are looked up count."""
@@ -244,7 +272,7 @@ class Adaptive(Policy):
         number, context = int(np.count_nonzero(drafting)), float(drafting @ cost.read_by_draft(view.num_tokens))
         rows = int(drafting @ view.lag)
         seconds = float(cost.first_draft(number, context, rows) - cost.first_draft(number, context))
-        rest = np.minimum(view.remaining, TYPICAL_REST + view.num_output)
+        rest = typical_rest(view)
         return float(late @ (rest * self._saved_by_token(view, cost))) > seconds
 
     def _saved_by_token(self, view: BatchView, cost: ProfiledCost) -> FloatArray:
@@ -371,7 +399,7 @@ class _DecodingBatch:
         read = few - self._cost.verify(self.size, 0.0, PROMPT_ROWS)
         row = (many - few) / PROMPT_ROWS
         added: FloatArray = row * (self.size + DRAFTS[: self._max_drafts + 1]) + read
-        return added
+        return np.maximum(added, 1e-9)  # a profile may say that it adds nothing
 
     @property
     def plain_seconds_beside(self) -> float:

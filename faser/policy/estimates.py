@@ -12,6 +12,8 @@ from faser.arrays import BoolArray, FloatArray, IntArray
 from faser.cost.profiled_cost import ProfiledCost
 from faser.policy.base import BatchView
 
+TYPICAL_REST = 128  # tokens a request is expected to go on for, plus as many as it has generated
+
 
 def survival(rates: FloatArray, limit: IntArray, max_length: int) -> FloatArray:
     """[max_length, B] P(a draft is accepted up to and including each position); 0 beyond the request's limit."""
@@ -33,6 +35,11 @@ def seconds_by_length(view: BatchView, max_length: int) -> FloatArray:
     drafting, read = positions * reached.sum(axis=1), positions * (reached @ view.cost.read_by_draft(view.num_tokens))
     context = float(view.num_tokens.sum())
     return ragged_seconds(view.cost, view.num_requests, context, drafting, read, view.num_prefill_rows)
+
+
+def typical_rest(view: BatchView) -> IntArray:
+    """[B] tokens that requests are expected to go on for: plus as many as they have generated."""
+    return np.minimum(view.remaining, TYPICAL_REST + view.num_output)
 
 
 def step_seconds(

@@ -113,6 +113,8 @@ class StepWork:
 class EngineCost(ProfiledCost):
     """A profile as vLLM runs it: the whole batch is drafted for, as far as the longest length."""
 
+    drafts_whole_batch = True
+
     def __init__(self, profile: Profile) -> None:
         super().__init__(profile)
         self.num_requests = 0  # of the batch that is being planned

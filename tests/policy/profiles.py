@@ -70,7 +70,8 @@ def make_outcome(
     def each(value: object) -> np.ndarray:
         return np.broadcast_to(np.array(value, dtype=np.int64), drafted.size).copy()
 
-    return Outcome(np.arange(drafted.size), drafted, each(accepted), each(lag), prefill_rows, seconds)
+    rows = np.where(drafted > 0, each(lag), 0)
+    return Outcome(np.arange(drafted.size), drafted, each(accepted), rows, prefill_rows, seconds)
 
 
 def proven() -> Adaptive:

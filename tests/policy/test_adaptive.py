@@ -117,6 +117,12 @@ def test_where_every_step_has_prompts_long_contexts_draft_as_much_as_saves_most_
     assert lengths_of(view, policy) == [best] * size
 
 
+def test_a_profile_by_which_decoding_adds_nothing_to_prompts_is_no_error():
+    free = curve((1, 256, 512), (13.5, 13.5, 13.5), 0.0, is_stepped=True)
+    profile = replace(reading(0.0), verify=replace(H200.verify, per_token=(0.0,) * 7), prompts=free)
+    assert not any(lengths_of(make_view(4, profile=profile, prefill_rows=200, **GOOD), always_with_prompts()))
+
+
 def test_a_draft_that_fell_behind_catches_up_if_the_request_goes_on_long_enough():
     def lengths(remaining: int, lag: int) -> list[int]:
         view = make_view(2, lag=[1, lag], num_tokens=4000, **GOOD)

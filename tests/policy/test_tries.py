@@ -13,6 +13,7 @@ from faser.cost.profiled_cost import ProfiledCost
 from faser.policy.adaptive import Adaptive
 from faser.policy.base import PRIOR_RATE
 from faser.policy.tries import FEW, MOST_ROWS, SHARE, Tries
+from faser.vllm.costs import EngineCost
 from tests.policy.profiles import H200, curve, make_outcome, make_view
 from tests.policy.test_lookup import with_lookup
 
@@ -28,10 +29,10 @@ def played(
 ) -> list[tuple[int, float]]:
     """The drafted tokens of each step, and the steps' worth of seconds that drafts took more, by the profile."""
     random, cost, found = np.random.default_rng(0), ProfiledCost(profile), []
-    lag = np.full(size, 200)
+    lag, going_on = np.full(size, 200), np.full(size, 300)
     plain = float(cost.verify(size, 200.0 * size)) + cost.host
     for step in range(steps):
-        view = replace(make_view(size, profile=profile), lag=lag)
+        view = replace(make_view(size, profile=profile), lag=lag, num_output=going_on, remaining=going_on)
         lengths = policy.lengths(view)
         rate = accepted if isinstance(accepted, float) else accepted(step)
         right = np.minimum(lengths, (random.random((size, 32)) < rate).cumprod(axis=1).sum(axis=1))
@@ -41,7 +42,7 @@ def played(
             seconds = float(cost.verify(size + lengths.sum(), 200.0 * size)) + cost.host
             seconds += float(cost.first_draft(drafting, 200.0 * drafting, rows))
             seconds += float(cost.next_draft(drafting, 200.0 * drafting)) * (int(lengths.max()) - 1)
-        policy.learn(replace(make_outcome(lengths, right, seconds=seconds), lag=lag))
+        policy.learn(make_outcome(lengths, right, seconds=seconds, lag=lag))
         found.append((int(lengths.sum()), seconds / plain - 1))
         lag = np.where(lengths > 0, 1, np.minimum(300, lag + 1))
     return found
@@ -100,10 +101,14 @@ def test_where_every_step_has_prompts_a_try_is_made_beside_them():
     assert policy.lengths(view).tolist() == [1] * 4 + [0] * 12
 
 
-def test_a_try_looks_nothing_up_and_is_not_dropped_for_what_was_found():
-    guesses = Adaptive().guesses(with_lookup(make_view(8, profile=CHEAP), [0.5] + [0.0] * 7))
-    assert guesses.lengths.sum() == FEW
-    assert not guesses.is_looked_up.any()
+def test_requests_that_find_something_look_it_up_beside_a_try_of_others():
+    guesses = Adaptive().guesses(with_lookup(make_view(8, profile=CHEAP), [0.9] * 2 + [0.0] * 6))
+    assert guesses.lengths[:2].min() > 1
+    assert guesses.is_looked_up[:2].all()
+    assert guesses.lengths[2:].tolist() == [1] * FEW + [0] * 2
+    assert not guesses.is_looked_up[2:6].any()
+    alone = Adaptive().guesses(with_lookup(make_view(1, profile=CHEAP), [0.9]))
+    assert alone.is_looked_up.all()
 
 
 @pytest.mark.parametrize("size", [1, 16])
@@ -123,14 +128,58 @@ def test_a_draft_that_becomes_good_is_found_out():
     assert np.mean(np.array(drafted[-1000:]) > 0) > 0.98
 
 
-def test_tries_that_showed_a_draft_to_pay_are_not_paid_off():
+def test_what_drafting_gains_pays_off_the_tries_that_led_to_it():
     tries = Tries()
-    tries.lengths(make_view(1), ProfiledCost(H200), 0, 2.0)
     for _ in range(20):
-        tries.learn(is_try=True)
-    assert not tries.may_begin
-    tries.succeed()
+        tries.learn(steps=1.0)
+    for _ in range(30):
+        assert not tries.may_begin
+        tries.end(gain=1.5)
+    tries.end(gain=1.5)
     assert tries.may_begin
+
+
+def test_no_request_is_caught_up_for_a_try_that_ends_before_it_is_repaid():
+    late = make_view(1, num_tokens=16_000, lag=16_000)
+    cost, short = ProfiledCost(H200), replace(late, remaining=np.array([10]))
+    assert not Tries().lengths(short, cost, 0, 1.5).any()
+    assert Tries().lengths(replace(late, remaining=np.array([120])), cost, 0, 1.5).any()
+
+
+def test_an_open_try_goes_on_with_the_request_that_it_caught_up_and_with_no_other():
+    tries, cost, late = Tries(), ProfiledCost(H200), replace(make_view(2, num_tokens=4000, lag=[4000, 4100]))
+    assert tries.lengths(late, cost, 0, 2.0).tolist() == [1, 0]
+    tries.learn(steps=3.0)
+    assert tries.lengths(replace(late, lag=np.array([2000, 4100])), cost, 0, 2.0).tolist() == [1, 0]
+    tries.learn(steps=1.0)
+    assert tries.lengths(replace(late, lag=np.array([1, 4100])), cost, 0, 2.0).tolist() == [1, 0], "it has caught up"
+    assert not tries.lengths(replace(late, slots=np.array([5, 6])), cost, 0, 2.0).any(), "others would have to catch up"
+    tries.end()
+    assert not tries.lengths(replace(late, lag=np.array([1, 1])), cost, 0, 2.0).any(), "nothing is paid off yet"
+
+
+def test_a_try_counts_what_catching_up_cost_before_anything_is_drafted():
+    policy, cost = Adaptive(), ProfiledCost(H200)
+    view = replace(make_view(1, num_tokens=16_000, lag=16_000), remaining=np.array([500]), num_output=np.array([500]))
+    assert policy.lengths(view).tolist() == [1]
+    policy.learn(replace(make_outcome([0], [0]), lag=np.array([4096]), num_tokens=np.array([16_000])))
+    assert policy._tries._owed > 0.9 * float(cost.first_draft(1, 16_000.0, 4096)) / float(cost.verify(1, 16_000.0))
+
+
+def test_tries_end_after_so_many_first_tokens_whatever_fades_in_between():
+    policy = Adaptive()
+    for _ in range(16):
+        policy.learn(make_outcome([1] * 4, [0] * 4))
+    assert not policy._acceptance.may_be_tried
+    for _ in range(7):
+        policy.learn(make_outcome([0] * 4, [0] * 4))
+        assert not policy._acceptance.may_be_tried
+
+
+def test_where_a_draft_runs_for_the_whole_batch_a_try_costs_the_catch_up_of_all():
+    view = replace(make_view(64, num_tokens=2000, lag=2000), remaining=np.full(64, 200), num_output=np.full(64, 200))
+    assert Tries().lengths(view, ProfiledCost(H200), 0, 1.5).any()
+    assert not Tries().lengths(view, EngineCost(H200), 0, 1.5).any()
 
 
 def test_tries_are_no_evidence_of_what_drafting_gains():

@@ -25,7 +25,7 @@ from faser.models.layers import rotate
 from faser.models.transformer import Transformer, matrices_of
 
 LEAST_TOKENS, MOST_TOKENS = 256, 1024
-MOST_OPERATIONS = 1e11  # of the target's forward on a CPU: a second or two; larger targets are not checked there
+MOST_OPERATIONS = 1e11  # on a CPU: a second or two; larger models are not checked there
 RUN = 16  # tokens that count as one: neighbours are alike
 ERRORS = 4.0  # standard errors by which other layers must be better
 LEAST_GAIN = 0.02  # share by which the overlap must be higher; less is not worth a change
@@ -91,13 +91,16 @@ def _most_tokens(head: DraftHead, target: Transformer) -> int:
     """No token may see further than a window, and blocks behind the last token have positions too."""
     windows = [window for window in (*target.config.windows, *head.config.windows) if window]
     positions = min(target.max_positions, head.max_positions - head.head_config.num_block_rows)
-    return min(MOST_TOKENS, positions, affordable_tokens(target), *windows)
+    return min(MOST_TOKENS, positions, affordable_tokens(head, target), *windows)
 
 
-def affordable_tokens(target: Transformer) -> int:
+def affordable_tokens(head: DraftHead, target: Transformer) -> int:
+    """The target computes each token once, the head three times, and a block head all rows of a block."""
     if target.device.type != "cpu":
         return MOST_TOKENS
-    return int(MOST_OPERATIONS / (2 * sum(matrix.numel() for matrix in matrices_of(target))))
+    in_head = sum(matrix.numel() for layer in head.layers for matrix in layer.tensors().values())
+    in_target = sum(matrix.numel() for matrix in matrices_of(target))
+    return int(MOST_OPERATIONS / (2 * (in_target + 3 * max(1, head.head_config.num_block_rows) * in_head)))
 
 
 def _read(

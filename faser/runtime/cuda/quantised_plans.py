@@ -46,6 +46,7 @@ def padded(num_rows: int) -> int:
 
 
 def fits_workspace(plan: Plan, num_rows: int, num_blocks: int) -> bool:
-    """Whether a `LinearWorkspace` has room for the sums of programs that share K."""
-    sums = num_blocks * plan.split * plan.block_n * padded(num_rows)
-    return num_blocks <= MAX_SPLIT_PROGRAMS and sums <= MAX_SPLIT_PROGRAMS * 64 * TILE_ROWS
+    """Whether a `LinearWorkspace` has room for the sums of programs that share K: those of one block of rows."""
+    rows = padded(num_rows)
+    sums = num_blocks * plan.split * plan.block_n * rows
+    return num_rows <= rows and num_blocks <= MAX_SPLIT_PROGRAMS and sums <= MAX_SPLIT_PROGRAMS * 64 * TILE_ROWS
