@@ -3,7 +3,7 @@
 Knows views, costs and what a draft might gain; no acceptance rates. A try is short (one token) and begins with a few
 requests, those whose drafts have the least to catch up. It widens as drafts are accepted: as many requests as accepted
 tokens. A try is made only if the gain that may be hoped for soon repays it. What tries cost is paid off by a share of
-all steps and by what drafting then gains; before that no try begins and none that is open catches up further requests.
+all steps and by what drafting then gains; before that no try begins and none that is open catches up long contexts.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ FEW = 4  # requests that a try begins with, at most
 MOST_ROWS = 512  # context tokens that they catch up with in one step, at most; one request is always tried
 REPAID_STEPS = 64  # steps without drafts in which the hoped gain must repay one step of a try
 SHARE = 0.002  # of all steps: what failed tries may cost
-MOST_OWED = 1.0  # steps that failed tries may have cost beyond their share when another one begins
-MOST_REMEMBERED = 16.0  # steps owed, at most: a draft that became good is found within 7,500 steps
+MOST_OWED = 4.0  # steps that failed tries may have cost beyond their share when another one begins
+MOST_REMEMBERED = 16.0  # steps owed, at most: a draft that became good is found within 6,000 steps
 
 
 class Tries:
@@ -42,12 +42,12 @@ class Tries:
     def lengths(self, view: BatchView, cost: ProfiledCost, num_accepted: int, hoped_gain: float) -> IntArray:
         """[B] 0 or 1. `hoped_gain`: factor in speed if the draft is good."""
         none = np.zeros(view.num_requests, dtype=np.int64)
-        may_draft, is_steady = view.limit > 0, view.lag <= MAX_STEADY_LAG
+        may_draft, is_near = view.limit > 0, view.lag <= MOST_ROWS
         if view.lookup is not None:  # what is found costs no draft
             may_draft &= view.lookup.limit == 0
         is_begun = np.isin(view.slots, self._begun)
         if not self.may_begin:
-            may_draft &= is_begun | is_steady if self._is_open else False
+            may_draft &= is_begun | is_near if self._is_open else False
         if not may_draft.any():
             return none
         tried = _requests(view, may_draft, num_accepted)
@@ -59,12 +59,12 @@ class Tries:
         steps = step_seconds(cost, lengths, view.num_tokens, int(lag.sum()) if is_late else 0) / plain - 1
         if steps > REPAID_STEPS * (hoped_gain - 1):
             return none
-        if is_late and not is_begun[tried].any():
+        if is_late and not (is_near | is_begun)[tried].all():
             rest = typical_rest(view) if cost.drafts_whole_batch else typical_rest(view)[tried]
             if steps > (1 - 1 / hoped_gain) * float(rest.sum()) / view.num_requests:
                 return none  # not even a good draft would repay it until they end
         self._is_open = True
-        self._begun = view.slots[tried[~is_steady[tried]]]
+        self._begun = view.slots[tried[~is_near[tried]]]
         return lengths
 
     def learn(self, steps: float) -> None:

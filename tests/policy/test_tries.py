@@ -132,7 +132,7 @@ def test_what_drafting_gains_pays_off_the_tries_that_led_to_it():
     tries = Tries()
     for _ in range(20):
         tries.learn(steps=1.0)
-    for _ in range(30):
+    for _ in range(23):
         assert not tries.may_begin
         tries.end(gain=1.5)
     tries.end(gain=1.5)
@@ -149,7 +149,7 @@ def test_no_request_is_caught_up_for_a_try_that_ends_before_it_is_repaid():
 def test_an_open_try_goes_on_with_the_request_that_it_caught_up_and_with_no_other():
     tries, cost, late = Tries(), ProfiledCost(H200), replace(make_view(2, num_tokens=4000, lag=[4000, 4100]))
     assert tries.lengths(late, cost, 0, 2.0).tolist() == [1, 0]
-    tries.learn(steps=3.0)
+    tries.learn(steps=5.0)
     assert tries.lengths(replace(late, lag=np.array([2000, 4100])), cost, 0, 2.0).tolist() == [1, 0]
     tries.learn(steps=1.0)
     assert tries.lengths(replace(late, lag=np.array([1, 4100])), cost, 0, 2.0).tolist() == [1, 0], "it has caught up"
