@@ -470,7 +470,6 @@ def parse_args(given: Sequence[str]) -> argparse.Namespace:
     parser = make_parser()
     args = parser.parse_args(given)
     begin_run(args, given)
-    args.session = args.session or args.started
     asked = {"batches": args.batches, "lengths": args.lengths, "output": args.output}
     args.loops = replace(TINY_LOOPS if args.tiny else LoopSizes(), **{k: v for k, v in asked.items() if v})
     args.sizes = models.TINY if args.tiny else models.Sizes()

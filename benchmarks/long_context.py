@@ -743,7 +743,6 @@ def parse_args(given: Sequence[str]) -> argparse.Namespace:
     parser = make_parser()
     args = parser.parse_args(given)
     begin_run(args, given)
-    args.session = args.session or args.started
     args.block = None  # of head_models.ensure_heads
     names = ("cases", "window", "rounds", "turn", "settle", "vllm_output", "loads", "span", "long")
     asked = {name: getattr(args, name) for name in names if getattr(args, name)}

@@ -530,7 +530,6 @@ def parse_args(given: Sequence[str]) -> argparse.Namespace:
     parser = make_parser()
     args = parser.parse_args(given)
     begin_run(args, given)
-    args.session = args.session or args.started
     asked = {name: getattr(args, name) for name in ("batches", "loads", "span") if getattr(args, name)}
     args.shape = replace(TINY if args.tiny else Shape(), **asked)
     args.sizes = models.TINY if args.tiny else models.Sizes()

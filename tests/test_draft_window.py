@@ -31,10 +31,8 @@ SIZES = {"max_model_len": CONTEXT, "max_batch_tokens": 128, "num_pages": 300}
 LONG = replace(CONFIGS["llama3"], max_positions=CONTEXT, num_layers=2)
 
 
-@pytest.fixture(scope="module")
-def long_pair():
-    """Contexts of several windows, and what they get without drafts."""
-    target = Transformer.random(LONG, 0, std=0.3)
+def long_requests() -> list[Request]:
+    """Contexts of several windows."""
     random = np.random.default_rng(0)
     params = [
         SamplingParams(max_tokens=40, ignore_eos=True),
@@ -42,10 +40,16 @@ def long_pair():
         SamplingParams(max_tokens=50, temperature=0.7, top_p=0.9, ignore_eos=True),
         SamplingParams(max_tokens=20),
     ]
-    requests = [
+    return [
         Request(id=str(i), prompt_token_ids=tuple(random.integers(3, VOCABULARY, size).tolist()), params=each, seed=i)
         for i, (each, size) in enumerate(zip(params, (180, 120, 40, 200), strict=True))
     ]
+
+
+@pytest.fixture(scope="module")
+def long_pair():
+    """Requests with long contexts, and what they get without drafts."""
+    target, requests = Transformer.random(LONG, 0, std=0.3), long_requests()
     return target, make_draft(target), requests, plain(target, requests)
 
 

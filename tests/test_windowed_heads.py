@@ -17,30 +17,19 @@ from faser.policy import Fixed
 from faser.request import Request, SamplingParams
 from tests.engine.test_windows import Pauses as LongPauses
 from tests.oracle import RandomLengths, RandomStops
+from tests.test_draft_window import LONG, SIZES, long_requests
 from tests.test_exactness import assert_equal, make_engine, serve
 from tests.test_heads import Drafts, Pauses, fused_features, spread
-from tests.tiny import CONFIGS, HEAD_KINDS, VOCABULARY, make_head
+from tests.tiny import HEAD_KINDS, VOCABULARY, make_head
 
-SIZES = {"max_model_len": 256, "max_batch_tokens": 128, "num_pages": 300}
 WINDOW = KeyWindow(64, 4)
 SHORT = 100  # tokens that some heads are trained on
 
 
 @pytest.fixture(scope="module")
 def long():
-    """A target, contexts of several windows, and what they get without drafts."""
-    target = Transformer.random(replace(CONFIGS["llama3"], max_positions=256, num_layers=2), 0, std=0.3)
-    random = np.random.default_rng(0)
-    params = [
-        SamplingParams(max_tokens=40, ignore_eos=True),
-        SamplingParams(max_tokens=30, temperature=1.0, ignore_eos=True),
-        SamplingParams(max_tokens=50, temperature=0.7, top_p=0.9, ignore_eos=True),
-        SamplingParams(max_tokens=20),
-    ]
-    requests = [
-        Request(id=str(i), prompt_token_ids=tuple(random.integers(3, VOCABULARY, size).tolist()), params=each, seed=i)
-        for i, (each, size) in enumerate(zip(params, (180, 120, 40, 200), strict=True))
-    ]
+    """A target, requests with long contexts, and what they get without drafts."""
+    target, requests = Transformer.random(LONG, 0, std=0.3), long_requests()
     return target, requests, serve(make_engine(target, **SIZES), requests)
 
 

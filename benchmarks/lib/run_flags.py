@@ -33,6 +33,7 @@ def begin_run(args: argparse.Namespace, given: Sequence[str]) -> None:
     args.given, args.started = list(given), time.time()
     args.until = args.until or args.started + args.budget_seconds
     args.spawned = args.spawned or args.started
+    args.session = args.session or args.started
     default = args.report_only or Path(tempfile.gettempdir()) / ("faser-h200-tiny" if args.tiny else "faser-h200")
     args.folder = (args.folder or default).absolute()
     args.out = args.folder if args.report_only else Path(os.environ.get("OUT") or args.folder).absolute()

@@ -187,6 +187,11 @@ class Work(NamedTuple):
     draft_context: int  # tokens that the draft reads
 
 
+def catch_up_rows(rows: IntArray) -> int:
+    """Rows of the draft's first forward if any draft fell behind, else 0. `rows` [B]: of each request."""
+    return int(rows.sum()) if rows.max(initial=0) > MAX_STEADY_LAG else 0
+
+
 def work_of(plan: StepPlan, draft_span: int | None = None) -> Work:
     """`draft_span`: tokens of a context that the draft reads at most; None: all."""
     read = plan.num_tokens if draft_span is None else np.minimum(plan.num_tokens, draft_span)
@@ -198,7 +203,7 @@ def work_of(plan: StepPlan, draft_span: int | None = None) -> Work:
         prompt_rows=num_rows - num_decoding,
         context=num_rows + int(plan.start.sum()),
         num_drafting=int(np.count_nonzero(plan.draft_rows)) if longest else 0,
-        catch_up_rows=int(plan.draft_rows.sum()) if longest > MAX_STEADY_LAG else 0,
+        catch_up_rows=catch_up_rows(plan.draft_rows),
         draft_context=int((plan.draft_rows > 0) @ read) if longest else 0,
     )
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from faser.arrays import BoolArray, FloatArray, IntArray
-from faser.cost.profiled_cost import MAX_STEADY_LAG, ProfiledCost
+from faser.cost.profiled_cost import MAX_STEADY_LAG, ProfiledCost, catch_up_rows
 from faser.limits import ADAPTIVE_MAX_LENGTH
 from faser.policy.acceptance import Acceptance, Calibration
 from faser.policy.base import PRIOR_RATE, BatchView, Guesses, Outcome, Policy
@@ -31,7 +31,7 @@ LASTING_SHARE = 0.75  # of that rate, which is expected to last
 MAX_RUNNING = 256  # requests a batch is expected to grow to
 PROMPT_SHARE_DECAY = 0.99  # of the share of steps that have prompts, at every step: half-life 69 steps
 SLACK = 0.1  # share of steps without prompts, below which a token is worth less and less (`_price`)
-PROMPT_ROWS = 512  # prompt rows of the step at which it is read off what decoding adds to a step with prompts
+PROMPT_ROWS = 512  # prompt rows of the step from which is told what decoding adds to steps with prompts
 
 DRAFTS = np.arange(MAX_DRAFTS + 1)
 MIN_DRAFTING = -(-DRAFTS // DEPTH)  # fewest requests that can draft 0, 1, 2, … tokens together
@@ -147,8 +147,7 @@ class Adaptive(Policy):
         contexts = np.zeros_like(rows) if outcome.num_tokens is None else outcome.num_tokens
         context, is_drafted = float(contexts.sum()), rows > 0
         read = float(cost.read_by_draft(contexts[is_drafted]).sum())
-        caught_up = int(rows.sum()) if rows.max() > MAX_STEADY_LAG else 0
-        draft = cost.first_draft(int(np.count_nonzero(is_drafted)), read, caught_up)
+        draft = cost.first_draft(int(np.count_nonzero(is_drafted)), read, catch_up_rows(rows))
         plain = cost.verify(rows.size, context)
         verified = cost.verify(rows.size + int(outcome.lengths.sum()), context) - plain
         return float((draft + verified) / (plain + cost.host))

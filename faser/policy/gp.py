@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from faser.arrays import FloatArray, IntArray
-from faser.cost.profiled_cost import MAX_STEADY_LAG, ProfiledCost
+from faser.cost.profiled_cost import ProfiledCost, catch_up_rows
 from faser.limits import ADAPTIVE_MAX_LENGTH
 from faser.policy.acceptance import Acceptance
 from faser.policy.base import BatchView, Outcome, Policy
@@ -174,8 +174,8 @@ class FaserGP(Policy):
         if lengths.max() > ADAPTIVE_MAX_LENGTH or slots.max() >= self._bands.size:
             return
         self._window.age()
-        catch_up = int(outcome.lag.sum()) if outcome.lag.max() > MAX_STEADY_LAG else 0
-        ratio = outcome.seconds / step_seconds(self._cost, lengths, self._num_tokens[slots], catch_up)
+        caught_up = catch_up_rows(outcome.lag)
+        ratio = outcome.seconds / step_seconds(self._cost, lengths, self._num_tokens[slots], caught_up)
         kinds, kind = np.unique(self._bands[slots] * _LENGTHS.size + lengths, return_inverse=True)
         bands, drafted = np.divmod(kinds, _LENGTHS.size)
         count = np.bincount(kind).astype(np.float64)

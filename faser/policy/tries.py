@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from faser.arrays import BoolArray, IntArray
-from faser.cost.profiled_cost import MAX_STEADY_LAG, ProfiledCost
+from faser.cost.profiled_cost import MAX_STEADY_LAG, ProfiledCost, catch_up_rows
 from faser.policy.base import BatchView
 from faser.policy.estimates import step_seconds, typical_rest
 
@@ -53,13 +53,12 @@ class Tries:
         tried = _requests(view, may_draft, num_accepted)
         lengths = none.copy()
         lengths[tried] = 1
-        lag = view.lag if cost.drafts_whole_batch else view.lag[tried]
-        is_late = lag.max() > MAX_STEADY_LAG
+        late_rows = catch_up_rows(view.lag if cost.drafts_whole_batch else view.lag[tried])
         plain = step_seconds(cost, none, view.num_tokens)
-        steps = step_seconds(cost, lengths, view.num_tokens, int(lag.sum()) if is_late else 0) / plain - 1
+        steps = step_seconds(cost, lengths, view.num_tokens, late_rows) / plain - 1
         if steps > REPAID_STEPS * (hoped_gain - 1):
             return none
-        if is_late and not (is_near | is_begun)[tried].all():
+        if late_rows and not (is_near | is_begun)[tried].all():
             rest = typical_rest(view) if cost.drafts_whole_batch else typical_rest(view)[tried]
             if steps > (1 - 1 / hoped_gain) * float(rest.sum()) / view.num_requests:
                 return none  # not even a good draft would repay it until they end

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from faser.arrays import BoolArray, IntArray
-from faser.cost.profiled_cost import MAX_STEADY_LAG
+from faser.cost.profiled_cost import catch_up_rows
 from faser.policy.base import BatchView, Outcome, Policy
 from faser.vllm.costs import EngineCost, StepWork
 
@@ -140,7 +140,7 @@ class LengthPlanner:
             context=int(step.num_tokens.sum()),
             depth=depth,
             num_drafting=slots.size if depth > 0 else 0,
-            catch_up_rows=int(lag.sum()) if lag.max(initial=0) > MAX_STEADY_LAG else 0,
+            catch_up_rows=catch_up_rows(lag),
         )
         return PlannedStep(step, slots, decodes, lengths, lag, work)
 

@@ -5,7 +5,7 @@ are one layer off loads, runs and guesses a little worse: too little for counts 
 head guesses the same tokens three times, with its features and with those one layer lower and one layer higher. The
 overlap of its distribution with the target's is compared token by token, which shows small differences.
 
-Knows nothing of pages, requests or devices; costs one forward of the target over the text.
+Knows nothing of pages, requests or devices; costs one forward of the target over the text and three of the head.
 """
 
 from __future__ import annotations
